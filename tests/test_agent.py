@@ -1,22 +1,10 @@
 """The apple game: its rules, its best play, and a short run of its recipe."""
 
-import random
 from functools import cache
 
 import numpy as np
 import pytest
-from agent_game import (
-    ACTIONS,
-    BEST,
-    OPTIMUM,
-    Orchard,
-    best_values,
-    measure_games,
-    regret,
-    show,
-    turns_of,
-    uniform_value,
-)
+from agent_game import BEST, OPTIMUM, Orchard, measure_games, regret, show, turns_of
 from build_tiny_base import build
 from transformers import EvalPrediction
 
@@ -62,15 +50,6 @@ def test_a_seed_is_the_first_price_and_that_of_the_episode_the_luck():
     assert len({Orchard().reset(seed=seed) for seed in range(50)}) == 9
 
 
-def test_best_values_by_hand():
-    """In dollars. Last day: sell. Two days: 2 · 5 are expected. Three days: after a pick of 1, 2 or 3 apples another
-    pick is worth 15, 20 or 25; only 3 apples at 9 dollars, 27, are sold at once."""
-    assert (best_values(0) == 0).all()
-    assert best_values(1)[1, 7, 3] * 20 == pytest.approx(7 * 4)
-    assert best_values(2)[2, 0].mean() * 20 == pytest.approx(10)
-    assert best_values(3)[3, 0].mean() * 20 == pytest.approx((15 + 20 + 25 + 2 / 9) / 3)
-
-
 def test_best_values_from_the_rules_alone():
     @cache
     def value(left, apples, price):
@@ -85,15 +64,6 @@ def test_best_values_from_the_rules_alone():
     assert np.mean(every[8][0]) == pytest.approx(OPTIMUM) == pytest.approx(3.721, abs=5e-4)
 
 
-def test_random_games_return_the_value_of_uniform_play_and_their_regrets_say_so():
-    """The means of 1,000 games have a standard error of 0.03."""
-    rng = random.Random(0)
-    games = [play(lambda *state: rng.choice(ACTIONS), seed) for seed in range(1000)]
-    returns, regrets = np.array([total for _, total in games]), np.array([regret(text) for text, _ in games])
-    assert returns.mean() == pytest.approx(uniform_value(), abs=0.12)
-    assert OPTIMUM - regrets.mean() == pytest.approx(uniform_value(), abs=0.12)
-
-
 def test_play_without_regret_is_the_best():
     def best(left, price, apples):
         sold = price * apples / 20 + BEST[left - 1, 0].mean()
@@ -102,15 +72,6 @@ def test_play_without_regret_is_the_best():
     games = [play(best, seed) for seed in range(1000)]
     assert max(abs(regret(text)) for text, _ in games) < 1e-12
     assert np.mean([total for _, total in games]) == pytest.approx(OPTIMUM, abs=0.12)
-
-
-def test_a_lost_day_counts_as_a_lost_day():
-    """On the last two days of a game, all earlier days alike: a lost day with 4 apples, and the reminder after it."""
-    before = "".join(f" pick{show(left, 1, 4)}" for left in range(7, 1, -1))
-    ends = [" pick", " ?\npick or sell!", " sell"]
-    lost = [regret(before + end + show(1, 5, apples) + " sell") for end, apples in zip(ends, (6, 4, 0), strict=True)]
-    # At 1 dollar two days before the end: 6 · 5 expected for a pick, 4 · 5 for a lost day, 4 for a sale.
-    assert np.diff(lost) * 20 == pytest.approx([10, 16])
 
 
 def test_games_are_measured_from_messages():

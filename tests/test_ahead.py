@@ -4,14 +4,12 @@ What waits for a step of the update would never return if the update did not go 
 """
 
 import asyncio
-import gc
 import random
 import threading
 import time
 import traceback
 from collections import defaultdict
 
-import psutil
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, TrainerCallback
@@ -20,10 +18,9 @@ from helpers.agents import Chatter, talking_trainer
 from helpers.runs import PROMPTS, SMALL, chat_tokenizer, count_digits, logged, stops_at_kl, untimed_logs
 from helpers.scripted import training_rows
 from helpers.tiny import tiny_model
-from hfppo import PPOCallback, PPOConfig, PPOTrainer, TextEnvironment
+from hfppo import PPOCallback, PPOConfig, PPOTrainer
 from hfppo.collect.collector import Collector
 from hfppo.generation.generate import TransformersSampler
-from hfppo.support import background
 from hfppo.support.calls import event_loop
 
 AHEAD = {"rollouts_ahead": 1, "max_steps": 16}
@@ -252,20 +249,6 @@ def test_one_caller_at_a_time(make_trainer):
     trainer.train()
 
 
-def test_global_random_numbers_are_the_update_s_too(tmp_path, monkeypatch):
-    class Draws(TextEnvironment):
-        def reset(self, **row):
-            return ""
-
-        def step(self, text):
-            return str(random.random()), 1.0, True, False, {}
-
-    warned = []
-    monkeypatch.setattr(background, "warn_of_global_draws", lambda: warned.append(None))
-    talking_trainer(tmp_path, {**SMALL, **AHEAD, "max_steps": 4}, environment_factory=Draws).train()
-    assert warned
-
-
 def test_samplers_that_read_trained_weights_are_refused(tmp_path):
     class Own(TransformersSampler):
         pass
@@ -290,29 +273,3 @@ def test_samplers_that_read_trained_weights_are_refused(tmp_path):
 def test_settings_it_does_not_go_with(make_trainer, config, message):
     with pytest.raises(ValueError, match=message):
         make_trainer(config)
-
-
-@pytest.mark.parametrize(("ahead", "mode"), [(0, "decoupled"), (1, "token_truncate")])
-def test_the_policy_loss_is_weighted_unless_told_otherwise(make_trainer, ahead, mode):
-    assert make_trainer({"rollouts_ahead": ahead}).args.policy_mode == mode
-    assert make_trainer({"rollouts_ahead": ahead, "policy_mode": "bypass"}).args.policy_mode == "bypass"
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_a_thousand_rollouts_leave_nothing_behind(make_trainer):
-    process, seen = psutil.Process(), []
-
-    class Looks(PPOCallback):
-        def on_rollout_end(self, args, state, control, **kwargs):
-            if state.global_step % 100 == 0:
-                gc.collect()
-                seen.append((threading.active_count(), process.num_fds(), process.memory_info().rss / 2**20))
-
-    steps = {"num_mini_batches": 1, "num_ppo_epochs": 1, "logging_steps": 100, "max_steps": 1001}
-    make_trainer({**AHEAD, **steps}, callbacks=[Looks()]).train()
-    threads, files, memory = zip(*seen[1:], strict=True)
-    assert len(threads) == 10
-    assert max(threads) <= threads[0] + 1
-    assert max(files) <= files[0] + 1
-    assert memory[-1] - memory[1] < 8, memory

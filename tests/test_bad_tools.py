@@ -7,7 +7,6 @@ import math
 import re
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from datasets import Dataset
@@ -90,23 +89,12 @@ def test_the_model_is_told(play, kind):
     assert played.metrics["tools/call_frequency"] == 1.0
 
 
-def test_a_time_limit_works_outside_the_main_thread(play):
-    with ThreadPoolExecutor(1) as threads:
-        turns, given = [call("use", number=1), "a"], {"tools": [tool(forever)], "config": FAST}
-        played = threads.submit(play, turns, **given).result()
-    assert "longer than tool_timeout=0.2" in played.said()[0]
-
-
 # What the model writes, and the number of calls that are run and that fail, in one turn.
 CALLS = {
     "an unknown tool": (call("missing", x=1), 1, "tools/unknown_frac"),
-    "an argument too many": (call("add", a=1, b=2, c=3), 1, FAILED),
     "an argument missing": (call("add", a=1), 1, FAILED),
-    "no arguments": (call("add"), 1, FAILED),
     "a call without its end": ("<call>add(a=1,b=2", 0, None),
-    "a call without a name": ("<call>(a=1)</call>", 0, None),
     "two starts of a call": ("<call><call>add(a=1,b=2)</call>", 0, None),
-    "a result in place of a call": ("<tool>3", 0, None),
 }
 
 
@@ -121,18 +109,13 @@ def test_what_the_model_writes_wrongly(play, kind):
 
 
 HALF = "a\ud800"  # JSON can write half a character, which neither tokenizers nor UTF-8 take
-PARSED = {
-    "a name": {"name": HALF, "arguments": {}},
-    "an argument": {"name": "use", "arguments": {"number": [HALF]}},
-    "the name of an argument": {"name": "use", "arguments": {HALF: 1}},
-    "the text": {"name": "use", "arguments": {"number": 1}},
-}
+PARSED = [{"name": HALF, "arguments": {HALF: 1}}, {"name": "use", "arguments": {"number": [HALF]}}]
 
 
-@pytest.mark.parametrize("kind", PARSED)
-def test_half_a_character_that_the_model_writes_is_replaced(play, monkeypatch, kind):
+@pytest.mark.parametrize("function", PARSED, ids=["names", "an argument"])
+def test_half_a_character_that_the_model_writes_is_replaced(play, monkeypatch, function):
     seen, parse = [], PreTrainedTokenizerFast.parse_response
-    call = {"role": "assistant", "content": HALF, "tool_calls": [{"type": "function", "function": PARSED[kind]}]}
+    call = {"role": "assistant", "content": HALF, "tool_calls": [{"type": "function", "function": function}]}
     monkeypatch.setattr(
         PreTrainedTokenizerFast,
         "parse_response",
@@ -144,13 +127,12 @@ def test_half_a_character_that_the_model_writes_is_replaced(play, monkeypatch, k
     assert "a?" in repr(played.transcript.completions)
 
 
-@pytest.mark.parametrize("base", [Counting, Doors])
-def test_half_a_character_in_the_text_of_reset_is_replaced(play, base):
+def test_half_a_character_in_the_text_of_reset_is_replaced(play):
     def reset(self, **row):
-        base.reset(self)
+        Counting.reset(self)
         return HALF
 
-    played = play(["1", "2", "3"], environment_factory=environment(base, reset=reset))
+    played = play(["1", "2", "3"], environment_factory=environment(reset=reset))
     assert played.transcript.prompts[0][-1]["content"] == "go 0 a?"
 
 
@@ -251,13 +233,6 @@ def test_an_environment_that_never_ends_is_cut(play):
     played = play(["a"] * 40, environment_factory=environment(step=step_with("b", 0.1, False, False, {})))
     assert played.rollout.truncated.all()
     assert played.rollout.real.sum() <= 120
-    assert played.metrics["turns/dropped_result_frac"] == 1
-
-
-def test_an_answer_is_dropped_where_it_does_not_fit(play):
-    played = play([call("use", number=1)], tools=[tool(lambda x: "a" * 200)])
-    assert played.roles() == "a"
-    assert not played.rollout.context.any()
     assert played.metrics["turns/dropped_result_frac"] == 1
 
 
@@ -392,16 +367,6 @@ async def look_up(word: str, times: int = 1) -> str:
     return f"found {word}" * times
 
 
-async def in_two_steps(word: str) -> str:
-    """
-    Look a word up.
-
-    Args:
-        word: the word
-    """
-    return look_up(word)
-
-
 class Search:
     """A search engine with a connection."""
 
@@ -431,14 +396,9 @@ class Search:
 CALLABLES = {
     "async def": (look_up, ["word", "times"]),
     "decorated": (hide_async(look_up), ["word", "times"]),
-    "an awaitable of an awaitable": (in_two_steps, ["word"]),
     "cached": (functools.lru_cache(Search().now), ["word"]),
     "a partial": (functools.partial(look_up, times=1), ["word"]),
-    "a partial of a decorated function": (functools.partial(hide_async(look_up)), ["word", "times"]),
-    "a callable object": (Search(), ["word"]),
     "a partial of a callable object": (functools.partial(Search()), ["word"]),
-    "a partial of a bound method": (functools.partial(Search().now), ["word"]),
-    "a bound method": (Search().now, ["word"]),
 }
 
 

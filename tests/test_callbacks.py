@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 from helpers.runs import assert_same_run, logged, trained_state, untimed_logs
 from helpers.tiny import ragged_model
 from hfppo import ClipMetricsCallback, PPOCallback, PPOControl
-from hfppo.callbacks import PASSED, call_event, clip_table
+from hfppo.callbacks import PASSED, call_event
 from hfppo.metrics import Sums, UpdateStep
 
 # 4 steps to a rollout: 2 epochs of 2 mini-batches.
@@ -52,16 +52,6 @@ def test_each_epoch_is_logged_as_its_mean_over_tokens(make_trainer):
     assert first["policy/ratio_max"] == max(step.metrics["policy/ratio_max"] for step in keep.steps[:4])
     of_tokens = [step.metrics["policy/ratio"] * n for step, n in zip(keep.steps[:4], tokens[:4], strict=True)]
     assert first["policy/ratio"] == pytest.approx(sum(of_tokens) / sum(tokens[:4]))
-
-
-def test_a_target_ends_the_use_of_a_rollout(make_trainer):
-    keep = Keep()
-    callbacks = [keep, ClipMetricsCallback(target=1e-9, by="approx_kl", then="stop")]
-    trainer = make_trainer(CONFIG, callbacks=callbacks)
-    trainer.train()
-    # The first mini-batch has KL 0; the second exceeds the target.
-    assert [(step.epoch, step.mini_batch) for step in keep.steps] == [(0, 0), (0, 1)] * 4
-    assert trainer.ppo_state.rollouts == 4
 
 
 @pytest.mark.parametrize(
@@ -108,25 +98,17 @@ def test_a_callback_that_sets_what_it_cannot_is_named(changes, error, words):
         call_event(handler, "on_rollout_end", None, None, PPOControl(), None)
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "words"),
-    [
-        ({"beta": 0.5}, AttributeError, "Odd.on_rollout_end set control.beta"),
-        ({"logs": {"mine": 1.0}}, ValueError, "'mine' is not a metric; use 'custom/mine'"),
-    ],
-)
-def test_such_a_callback_ends_the_run(make_trainer, changes, error, words):
-    with pytest.raises(error, match=words):
-        make_trainer({"max_steps": 1}, callbacks=[sets(changes)]).train()
+def test_such_a_callback_ends_the_run(make_trainer):
+    with pytest.raises(ValueError, match="'mine' is not a metric; use 'custom/mine'"):
+        make_trainer({"max_steps": 1}, callbacks=[sets({"logs": {"mine": 1.0}})]).train()
 
 
-@pytest.mark.parametrize("name", ["kl_coef", "cliprange", "cliprange_high"])
-def test_a_callback_that_sets_the_configuration_instead_of_control_is_told(make_trainer, name):
+def test_a_callback_that_sets_the_configuration_instead_of_control_is_told(make_trainer):
     class Odd(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            setattr(args, name, 0.5)
+            args.kl_coef = 0.5
 
-    with pytest.raises(AttributeError, match=f"args.{name} was changed .* set control.{name} in a PPOCallback"):
+    with pytest.raises(AttributeError, match=r"args\.kl_coef was changed .* set control\.kl_coef in a PPOCallback"):
         make_trainer({"max_steps": 9}, callbacks=[Odd()]).train()
 
 
@@ -149,10 +131,9 @@ class Raise(PPOCallback):
         control.kl_coef = 5.0
 
 
-@pytest.mark.parametrize("more", [{}, {"critic_layers": 1}])
-def test_a_callback_can_raise_beta_from_0(make_trainer, more):
+def test_a_callback_can_raise_beta_from_0(make_trainer):
     """From the second rollout on the reference is computed, and the KL counts in the rewards."""
-    saving = {"max_steps": 12, "kl_coef": 0.0, "save_strategy": "steps", "save_steps": 6} | more
+    saving = {"max_steps": 12, "kl_coef": 0.0, "save_strategy": "steps", "save_steps": 6, "critic_layers": 1}
     trainer = make_trainer(saving, callbacks=[Raise()])
     trainer.train()
     assert logged(trainer, "kl_coef") == [5.0, 5.0]
@@ -192,7 +173,7 @@ def test_steered_runs_resume_to_the_bit(make_trainer, tmp_path):
     straight = make_trainer({**config, "output_dir": str(tmp_path / "straight")}, callbacks=callbacks())
     straight.train()
     assert straight.ppo_state.learning_rate_factor < 0.9
-    for step in (4, 6, 7):
+    for step in (6, 7):
         resumed = make_trainer({**config, "output_dir": str(tmp_path / f"resumed-{step}")}, callbacks=callbacks())
         resumed.train(resume_from_checkpoint=str(tmp_path / f"straight/checkpoint-{step}"))
         assert_same_run(straight, resumed)
@@ -203,10 +184,3 @@ def test_wrong_arguments_are_named(given):
     *_, name = given
     with pytest.raises(ValueError, match=f"{name}="):
         ClipMetricsCallback(**given)
-
-
-def test_the_table_shows_what_there_is():
-    parts = {"epoch_1": {"policy/clip_frac": 0.125, "policy/approx_kl": 0.01}, "epoch_2": {"policy/clip_frac": 0.5}}
-    table = clip_table("clipped, rollout 3", parts)
-    shown = {column.header: list(column.cells) for column in table.columns}
-    assert shown == {"part": ["epoch 1", "epoch 2"], "clipped": ["12.5%", "50.0%"], "KL": ["0.0100", "–"]}

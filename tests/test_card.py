@@ -1,6 +1,5 @@
 """The model card, as people and as the Hub read it."""
 
-import ast
 from pathlib import Path
 
 import pytest
@@ -87,31 +86,6 @@ def test_card_tells_the_run(make_trainer, dataset, tmp_path):
     compile(blocks(card)["python"], "card", "exec")
 
 
-def test_second_card_keeps_what_was_given_to_the_first(make_trainer, tmp_path):
-    trainer = make_trainer()
-    given = {"tags": "sums", "license": "mit", "language": "zh", "dataset_tags": "openai/gsm8k", "dataset": "GSM8K"}
-    texts = []
-    for some in (given, {}):
-        trainer.save_model()
-        trainer.create_model_card(**some)
-        texts.append((tmp_path / "out/README.md").read_text())
-    assert texts[0] == texts[1]
-    data = card_of(tmp_path / "out").data
-    assert {"sums", "ppo", "lora"} <= set(data.tags)
-    assert len(data.tags) == len(set(data.tags))
-    assert (data.license, data.language, data.datasets) == ("mit", ["zh"], ["openai/gsm8k"])
-    assert "model-index" not in data.to_dict()
-
-
-def test_card_before_training_and_without_a_critic(make_trainer, tmp_path):
-    trainer = make_trainer({"advantage_estimator": "rloo", "num_generations": 2})
-    trainer.create_model_card()
-    card = card_of(tmp_path / "out")
-    assert "Evaluation" not in headings(card)
-    assert "critic" not in card.text
-    assert "0 optimizer steps" in card.text
-
-
 def test_every_save_has_the_card_of_the_run(make_trainer, tmp_path, monkeypatch):
     """Without a request to the Hub, which may be out of reach."""
     monkeypatch.setattr(modelcard, "is_offline_mode", lambda: False)
@@ -132,19 +106,6 @@ def test_every_save_has_the_card_of_the_run(make_trainer, tmp_path, monkeypatch)
         assert {"lora", "ppo", "hfppo", "base_model:adapter:team/base"} <= set(card.data.tags)
         assert (card.data.library_name, card.data.base_model) == ("peft", "team/base")
     assert find_damage(tmp_path / "out/checkpoint-2") is None
-
-
-def test_conversations_are_loaded_with_the_options_of_their_template(make_trainer, dataset, tmp_path):
-    talks = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
-    options = {"enable_thinking": False, "language": "zh"}
-    make_trainer({"chat_template_kwargs": options}, train_dataset=talks).create_model_card()
-    (call,) = (
-        node
-        for node in ast.walk(ast.parse(blocks(card_of(tmp_path / "out"))["python"]))
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "apply_chat_template"
-    )
-    given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-    assert options.items() <= given.items()
 
 
 @pytest.mark.parametrize("name", ["a|b {{ 7 * 7 }} &amp;\n\n---\n# b", "``` x</table><script> [x](y) *a* _b_ \\|"])
@@ -186,17 +147,6 @@ def test_local_base_is_no_base_model_of_the_hub(make_trainer, tmp_path, monkeypa
     assert card.data.base_model == "team/base"
     assert "base_model:adapter:team/base" in card.data.tags
     assert "[team/base](https://huggingface.co/team/base)" in card.text
-
-
-@pytest.mark.parametrize(("base", "tags"), [("[team/a, team/b]", "mine"), ("../base/of mine", "[mine]"), ("", "")])
-def test_metadata_written_by_hand_ends_no_save(make_trainer, tmp_path, base, tags):
-    trainer = make_trainer()
-    trainer.save_model()
-    (tmp_path / "out/README.md").write_text(f"---\nbase_model: {base}\ntags: {tags}\n---\n", encoding="utf-8")
-    trainer.save_model()
-    data = card_of(tmp_path / "out").data
-    assert data.base_model is None
-    assert ("mine" in data.tags, "ppo" in data.tags, "m" in data.tags) == (bool(tags), True, False)
 
 
 def test_evaluations_are_those_of_the_saved_weights():

@@ -70,9 +70,7 @@ def of_day(trainer, ids: list[int]) -> str:
     return trainer.processing_class.decode(ids[:2])
 
 
-@pytest.mark.parametrize(
-    "beginning", ["", "\n", " \n", "  {% if true %}\n请{% endif %}", "{%- if true %} 请{% endif %}"]
-)
+@pytest.mark.parametrize("beginning", ["", " \n", "  {% if true %}\n请{% endif %}"])
 def test_the_clock_alone_is_replaced(tokenizer, clock, beginning):
     codes = "".join(f"%{letter} " for letter in "aAbBdjmUwWxyY") + "%-d %-m %% %%d"
     tokenizer.chat_template = (
@@ -82,12 +80,6 @@ def test_the_clock_alone_is_replaced(tokenizer, clock, beginning):
     today, earlier = (RunDate(datetime.date(*day)) for day in ((2026, 5, 7), (2001, 2, 3)))
     assert apply_chat_template(tokenizer, TALKS[0], today, tokenize=False) == expected
     assert apply_chat_template(tokenizer, TALKS[0], earlier, tokenize=False).endswith("01 2001 3 2 % %d")
-
-
-def test_of_several_templates_the_one_for_tools_is_taken(tokenizer):
-    tokenizer.chat_template = {"default": "无", "tool_use": "{{ tools[0]['name'] }}{{ strftime_now('%Y') }}"}
-    day = RunDate(datetime.date(2001, 2, 3))
-    assert apply_chat_template(tokenizer, TALKS[0], day, tools=[{"name": "add"}], tokenize=False) == "add2001"
 
 
 def test_all_processes_have_the_main_ones_date(clock, monkeypatch):
@@ -122,16 +114,6 @@ def test_a_checkpoint_of_a_resumed_run_has_the_date_of_its_start(make_dated, tmp
         make_dated({"max_steps": day - 6}).train(resume_from_checkpoint=True)
         saved = json.loads(state_file(tmp_path / f"out/checkpoint-{day - 6}", 0).read_text())
         assert saved["run"]["date"] == "2026-05-07"
-
-
-def test_prompts_without_a_date_are_not_made_again(make_dated, tokenizer, clock, monkeypatch):
-    tokenizer.chat_template = CHAT_TEMPLATE
-    make_dated({"max_steps": 1}).train()
-    clock(8)
-    resumed = make_dated({"max_steps": 2})
-    monkeypatch.setattr("hfppo.prompt_maker.prepare_prompts", None)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 2
 
 
 def test_a_checkpoint_shows_what_its_run_saw(make_dated, tmp_path, clock):
@@ -209,12 +191,9 @@ def chat(make_trainer, tokenizer):
     ("template", "prompts", "ends"),
     [
         (CHATML, TALKS, True),
-        (CHATML.replace("\n' }}", "' }}"), TALKS, True),
         (CHATML.replace("<|im_end|>", "<eos>"), TALKS, False),  # EOS already
         (CHAT_TEMPLATE, TALKS, False),  # nothing ends a turn
-        (CHATML.replace("<|im_end|>", "！"), TALKS, False),  # no token of its own
         ("{% for m in messages %}{{ m['content'] }}{% endfor %}<|im_start|>", TALKS, False),  # begins the next one
-        ("{% if messages | length > 1 %}{{ raise_exception('one turn') }}{% endif %}" + CHATML, TALKS, False),
         (CHATML, ["1+1=", "1+2="], False),  # no prompt needs the template
     ],
 )

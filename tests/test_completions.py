@@ -6,21 +6,10 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
-from datasets import Dataset
 
-from helpers.runs import count_digits
-from helpers.tiny import CHAT_TEMPLATE
-from hfppo import PPOCallback, PrintCompletionsCallback
+from helpers.runs import Keep, count_digits
+from hfppo import PrintCompletionsCallback
 from hfppo.reporting.completions import cell_text, make_column
-
-
-class Keep(PPOCallback):
-    def __init__(self):
-        self.transcripts, self.scores = [], []
-
-    def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state, **kwargs):
-        self.transcripts.append(transcript)
-        self.scores.append(rollout.scores.tolist())
 
 
 def with_extras(completions, log_extra=None, **kwargs):
@@ -41,7 +30,7 @@ def test_each_rollout_leaves_a_table_in_the_output_folder(make_trainer):
     assert second["step"].tolist() == [4] * 8
     assert second["completion"].tolist() == keep.transcripts[1].completions
     assert second["prompt"].tolist() == keep.transcripts[1].prompts
-    assert second["score"].tolist() == keep.scores[1]
+    assert second["score"].tolist() == keep.rollouts[1].scores.tolist()
     assert second["mixed"].tolist() == ["1", "two"] * 4
     assert second["mixed lists"].tolist() == ["[1, 'two']"] * 8
 
@@ -91,7 +80,7 @@ def test_what_a_function_is_called_takes_no_column_from_another(make_trainer):
     trainer.train()
     table = pd.read_parquet(Path(trainer.args.output_dir) / "completions/completions_00000.parquet")
     assert list(table) == ["step", "prompt", "completion", "score_", "prompt_", "score__", "score", "advantage"]
-    assert table["score"].tolist() == keep.scores[0]
+    assert table["score"].tolist() == keep.rollouts[0].scores.tolist()
     assert table["score_"].tolist() == keep.transcripts[0].scores["score"]
     assert table["score_"].tolist() != table["score"].tolist()
     assert table["prompt"].tolist() == keep.transcripts[0].prompts
@@ -119,21 +108,6 @@ def test_what_a_table_cannot_hold_becomes_text(column):
 
 def test_half_a_character_is_written_as_its_number():
     assert make_column(["\ud800!", "请👩\u200d🚀"]) == ["\\ud800!", "请👩\u200d🚀"]
-
-
-def test_a_call_without_arguments_in_a_prompt_is_saved(make_trainer, tokenizer):
-    tokenizer.chat_template = CHAT_TEMPLATE
-    call = {"type": "function", "function": {"name": "now", "arguments": {}}}
-    turns = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "5"}]
-    trainer = make_trainer(
-        {"log_completions": True, "max_steps": 1},
-        reward_funcs=lambda completions, **_: [1.0] * len(completions),
-        train_dataset=Dataset.from_list([{"prompt": turns}] * 8),
-        processing_class=tokenizer,
-    )
-    trainer.train()
-    table = pd.read_parquet(Path(trainer.args.output_dir) / "completions/completions_00000.parquet")
-    assert "'arguments': {}" in table["prompt"][0]
 
 
 @pytest.mark.parametrize(("asked", "report_to"), [(True, ["trackio"]), (True, []), (False, ["trackio"])])

@@ -149,13 +149,6 @@ def test_a_completion_without_score_counts_nowhere(without):
     assert_close(credited.rollout.advantages, expected)
 
 
-def test_a_completion_with_one_of_two_scores_counts():
-    rows = [Completion([None, 1.0], [0.0]), Completion([1.0, 0.5], [0.0])]
-    rollout = credit(rows, weights=[2.0, 1.0]).rollout
-    assert_close(rollout.scores, torch.tensor([1.0, 2.5]))
-    assert rollout.loss_mask.all()
-
-
 def test_groups_compare_the_scored_completions_of_a_prompt():
     rows = [
         Completion([1.0], [0.0, 0.0], group=7),
@@ -203,14 +196,6 @@ def test_the_critic_has_a_lambda_of_its_own():
     rollout = credit(rows, lam=0.0, lam_critic=1.0).rollout
     assert_close(rollout.advantages, torch.tensor([[0.4, 0.4]]))  # one step: 0.6 − 0.2, 1 − 0.6
     assert_close(rollout.returns, torch.tensor([[1.0, 1.0]]))
-
-
-@pytest.mark.parametrize(
-    ("estimator", "expected"), [("k1", [0.5, -0.5]), ("abs", [0.5, 0.5]), ("k3", [0.1065307, 0.1487213])]
-)
-def test_the_penalty_is_that_of_the_estimator(estimator, expected):
-    rewards = credit([Completion([0.0], [0.5, -0.5])], kl_estimator=estimator, kl_coef=0.3).rollout.rewards
-    assert_close(rewards, -0.3 * torch.tensor([expected]))
 
 
 def test_lam_adapts_to_the_length():

@@ -48,10 +48,13 @@ def train(make_trainer, config, critic="adapter", **kwargs):
 BOTH, ACTOR, CRITIC = {"actor", "critic"}, {"actor"}, {"critic"}
 
 
-@pytest.mark.parametrize("critic", ["adapter", "shared"])
 @pytest.mark.parametrize(
-    ("epochs", "steps"),
-    [((1, 3), [BOTH, CRITIC, CRITIC] * 2), ((3, 1), [BOTH, ACTOR, ACTOR] * 2), ((3, 3), [BOTH] * 6)],
+    ("critic", "epochs", "steps"),
+    [
+        ("adapter", (1, 3), [BOTH, CRITIC, CRITIC] * 2),
+        ("adapter", (3, 1), [BOTH, ACTOR, ACTOR] * 2),
+        ("shared", (1, 3), [BOTH, CRITIC, CRITIC] * 2),
+    ],
 )
 def test_each_step_moves_what_it_should(make_trainer, critic, epochs, steps):
     config = {"num_ppo_epochs": epochs[0], "num_critic_epochs": epochs[1], "kl_coef": 0.0}
@@ -68,11 +71,10 @@ def test_each_step_moves_what_it_should(make_trainer, critic, epochs, steps):
     assert len(logged(trainer, "value/grad_norm")) == sum("critic" in step for step in steps)
 
 
-@pytest.mark.parametrize("critic", ["adapter", "shared"])
-def test_the_critic_moves_in_each_step_of_its_warmup_and_the_actor_does_not(make_trainer, critic):
+def test_the_critic_moves_in_each_step_of_its_warmup_and_the_actor_does_not(make_trainer):
     """Exactly 2 rollouts of 3 steps; weight decay must not move the actor either."""
     config = {"num_ppo_epochs": 3, "num_critic_epochs": 1, "critic_warmup": 2, "max_steps": 9}
-    assert train(make_trainer, config, critic)[1].steps == [CRITIC] * 6 + [BOTH, ACTOR, ACTOR]
+    assert train(make_trainer, config)[1].steps == [CRITIC] * 6 + [BOTH, ACTOR, ACTOR]
 
 
 def test_as_many_epochs_as_the_actor_are_the_same_run(make_trainer):
@@ -80,20 +82,12 @@ def test_as_many_epochs_as_the_actor_are_the_same_run(make_trainer):
     assert_same_run(*runs)
 
 
-@pytest.mark.parametrize("epochs", [(1, 3), (3, 1)])
-def test_it_resumes_within_the_epochs_of_one(make_trainer, tmp_path, epochs):
-    config = {"num_ppo_epochs": epochs[0], "num_critic_epochs": epochs[1], "save_strategy": "steps", "save_steps": 1}
+def test_it_resumes_within_the_epochs_of_one(make_trainer, tmp_path):
+    config = {"num_ppo_epochs": 1, "num_critic_epochs": 3, "save_strategy": "steps", "save_steps": 1}
     straight = train(make_trainer, config)[0]
     resumed = make_trainer({**CONFIG, **config, "output_dir": str(tmp_path / "resumed")})
     resumed.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-2"))
     assert_same_run(straight, resumed)
-
-
-def test_a_checkpoint_of_other_epochs_is_refused(make_trainer):
-    saving = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    make_trainer(saving).train()
-    with pytest.raises(ValueError, match="was written with num_critic_epochs=2, this run has 3"):
-        make_trainer({**saving, "num_critic_epochs": 3}).train(resume_from_checkpoint=True)
 
 
 @pytest.mark.parametrize(

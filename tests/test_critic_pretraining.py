@@ -66,10 +66,9 @@ def logged_epochs(trainer) -> list[dict[str, float]]:
     return [entry for entry in trainer.state.log_history if "critic_pretraining/epoch" in entry]
 
 
-@pytest.mark.parametrize("critic", ["adapter", "shared"])
-def test_the_critic_alone_moves(make_trainer, critic):
+def test_the_critic_alone_moves(make_trainer):
     watch = Watch()
-    trainer = make_trainer({**CONFIG, "learning_rate": 0.0, "critic_learning_rate": 1e-2}, critic=critic)
+    trainer = make_trainer({**CONFIG, "learning_rate": 0.0, "critic_learning_rate": 1e-2}, critic="shared")
     trainer.add_callback(watch)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
@@ -119,7 +118,6 @@ def pretrained_to(make_trainer, monkeypatch, explained: list[float], fields: dic
     ("explained", "rates"),
     [
         ([0.0, 0.1, 0.2, 0.2, 0.1, 0.15], [0.8, 0.8, 0.8, 0.4, 0.2]),  # equal is no gain
-        ([0.0, -0.1, -0.2, -0.3], [0.8, 0.4, 0.2]),
         ([0.0, -0.1, -0.2, 0.1, 0.0, 0.05, 0.1], [0.8, 0.4, 0.2, 0.2, 0.1, 0.05]),
     ],
 )

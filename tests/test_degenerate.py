@@ -9,10 +9,8 @@ from datasets import Dataset
 from helpers.runs import trainable
 from helpers.scripted import always, answering
 from helpers.tiny import tiny_model
-from hfppo.functional import ADVANTAGE_ESTIMATORS
 
 ROLLOUT = {"max_steps": 4, "kl_coef": 0.1, "weight_decay": 0.0}  # 8 completions, 4 steps
-GROUPS = [name for name in ADVANTAGE_ESTIMATORS if name != "gae"]
 
 
 def one_rollout(make_trainer, *completions, config=None, **kwargs):
@@ -55,7 +53,7 @@ def test_completions_that_are_all_cut(make_trainer):
     assert moved == {"actor": 0.0, "critic": 0.0}  # no KL yet either, and values of 0
 
 
-@pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS)
+@pytest.mark.parametrize("estimator", ["gae", "grpo"])
 def test_completions_that_are_all_cut_and_masked_teach_the_critic_only(make_trainer, estimator):
     config = {"mask_truncated_completions": True, "advantage_estimator": estimator, "num_generations": 2}
     _, logs, moved = one_rollout(make_trainer, "123456", "234567", config=config)
@@ -64,27 +62,6 @@ def test_completions_that_are_all_cut_and_masked_teach_the_critic_only(make_trai
     assert all(distance > 0.0 for distance in moved.values())
     assert "policy/loss" not in logs
     assert "policy/clip_frac" not in logs  # a mean over nothing
-
-
-def test_cut_completions_that_end_with_the_critics_value(make_trainer):
-    _, logs, _ = one_rollout(make_trainer, "123456", config={"bootstrap_truncated": True})
-    assert logs["reward"] == 1.0
-
-
-def test_scores_that_are_all_equal(make_trainer):
-    config = {"kl_coef": 0.0, "whiten_rewards": True}
-    _, logs, _ = one_rollout(make_trainer, "12.", reward_funcs=always(*[2.0] * 8), config=config)
-    assert (logs["reward"], logs["reward_std"]) == (2.0, 0.0)
-
-
-@pytest.mark.parametrize("estimator", GROUPS)
-def test_groups_of_identical_rows_say_nothing(make_trainer, estimator):
-    """The same completion with the same score: no estimator finds a difference to learn from."""
-    config = {"advantage_estimator": estimator, "num_generations": 4, "kl_coef": 0.0}
-    _, logs, moved = one_rollout(make_trainer, "12.", reward_funcs=always(*[0.7] * 8), config=config)
-    assert logs["reward_std"] == pytest.approx(0.0, abs=1e-6)
-    assert logs["advantage_std"] == pytest.approx(0.0, abs=1e-6)
-    assert moved == {"actor": 0.0}
 
 
 @pytest.mark.parametrize("estimator", ["gae", "grpo", "reinforce_plus_plus"])
@@ -119,7 +96,6 @@ BY_LENGTH = {"long_factor": [4.0] * 8, "short_factor": [1.0] * 8, "original_max_
     ("kind", "rope", "longest", "refused"),
     [  # with 6 tokens of the completion the longest prompt fills 32 or 16 positions
         ("yarn", WITH_BEFORE, 26, "exceed the model's 32 positions"),
-        ("linear", ROPE, 26, "exceed the model's 32 positions"),
         ("llama3", {**WITH_BEFORE, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 26, "the model's 32 positions"),
         ("dynamic", ROPE, 10, "16 positions before dynamic"),
         ("longrope", {**ROPE, **BY_LENGTH}, 10, "16 positions before longrope"),
@@ -134,37 +110,3 @@ def test_positions_count_as_scaled_unless_the_longest_row_scales_them(make_train
     assert torch.allclose(rollout.old_logprobs, rollout.rollout_logprobs, atol=1e-4)
     with pytest.raises(ValueError, match=refused):
         trainer_of(longest + 1)
-
-
-def test_a_dataset_smaller_than_a_rollout(make_trainer):
-    seen = []
-
-    def remember(prompts, completions, **kwargs):
-        seen.append(prompts)
-        return [float(i) for i in range(len(completions))]
-
-    dataset = Dataset.from_dict({"prompt": ["1+1=", "2+2=", "3+3="]})
-    one_rollout(make_trainer, config={"max_steps": 12}, train_dataset=dataset, reward_funcs=remember)
-    assert [len(prompts) for prompts in seen] == [8, 8, 8]
-    everything = [prompt for prompts in seen for prompt in prompts]
-    assert [everything.count(prompt) for prompt in dataset["prompt"]] == [8, 8, 8]
-
-
-def test_one_prompt_for_a_whole_epoch(make_trainer):
-    one = {"train_dataset": Dataset.from_dict({"prompt": ["1+1="]})}
-    trainer, *_ = one_rollout(make_trainer, config={"max_steps": -1, "num_train_epochs": 2}, **one)
-    assert (trainer.state.global_step, trainer.ppo_state.rollouts) == (8, 2)
-
-
-def test_a_last_rollout_that_is_cut_off(make_trainer):
-    trainer, _, moved = one_rollout(make_trainer, config={"max_steps": 6})
-    assert (trainer.ppo_state.rollouts, trainer.ppo_state.last_step) == (2, 8)
-    assert moved["actor"] > 0
-
-
-def test_a_rollout_of_one_completion(make_trainer):
-    """Whitened against itself its advantage is 0 in the mean."""
-    config = {"per_device_train_batch_size": 1, "num_mini_batches": 1, "num_ppo_epochs": 4}
-    trainer, logs, _ = one_rollout(make_trainer, "1.", config=config)
-    assert logs["reward_std"] == 0.0
-    assert torch.isfinite(trainer.rollout(["1+1="]).advantages).all()

@@ -9,10 +9,9 @@ from datasets import Dataset
 from torch.testing import assert_close
 
 import hfppo
-from helpers.runs import count_digits, size_of
+from helpers.runs import Keep, count_digits, size_of
 from helpers.scripted import answering, ids_of
 from helpers.tiny import tiny_model
-from hfppo import PPOCallback
 
 DISTILLATION = {
     "kl_coef": 1.0,
@@ -63,29 +62,14 @@ def test_each_token_has_the_gradient_of_minus_log_ratio(make_trainer):
         assert_close(found[name], grad, rtol=1e-4, atol=1e-6)
 
 
-class Keep(PPOCallback):
-    """Keeps the last rollout."""
-
-    def on_rollout_end(self, args, state, control, *, rollout, **kwargs):
-        self.rollout = rollout
-
-
 def test_in_training_the_advantage_is_minus_the_log_ratio(make_trainer):
     keep = Keep()
     teacher = tiny_model(seed=5)
     make_trainer({**DISTILLATION, "max_steps": 3}, reward_funcs=None, ref_model=teacher, callbacks=[keep]).train()
-    rollout = keep.rollout
+    rollout = keep.rollouts[-1]
     expected = (rollout.ref_logprobs - rollout.old_logprobs).where(rollout.mask, 0.0)
     assert expected.abs().max() > 0.1
     assert_close(rollout.advantages, expected)
-
-
-def test_a_student_comes_closer_to_its_teacher(make_trainer):
-    config = {**DISTILLATION, "max_steps": 24, "learning_rate": 3e-2, "per_device_train_batch_size": 8}
-    trainer = make_trainer(config, reward_funcs=None, ref_model=tiny_model(seed=5))
-    trainer.train()
-    kl = [log["kl"] for log in trainer.state.log_history if "kl" in log]
-    assert sum(kl[-4:]) < 0.8 * sum(kl[:4])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from helpers.agents import Chatter, talking_trainer
 from helpers.runs import critic_values, final_state, gradients, logged, logs
 from hfppo import RunPageCallback, TokenTraceCallback
-from hfppo.functional import gae, turn_ends, turn_factors, turn_starts
+from hfppo.functional import turn_starts
 from hfppo.reporting.token_table import TokenRow
 from hfppo.reporting.traces import read_traces, trace_file
 
@@ -72,17 +72,6 @@ def test_numbers_of_sampled_tokens_are_those_of_the_plain_model(played):
         assert not getattr(rollout, name)[~rollout.mask].any(), name
 
 
-def test_credit_is_the_recursion_over_sampled_tokens(played):
-    trainer, rollout, _ = played
-    ends = turn_ends(rollout.mask, rollout.context)
-    factors = [turn_factors(within, between, ends) for within, between in ((1.0, 0.9), (0.95, 0.7))]
-    advantages, returns = gae(rollout.rewards, rollout.values, rollout.mask, *factors)
-    assert_close(rollout.advantages, advantages)
-    assert_close(rollout.returns, returns)
-    kl = trainer.args.kl_coef * (rollout.old_logprobs - rollout.ref_logprobs)
-    assert_close((rollout.rewards + kl).sum(dim=1), rollout.scores)
-
-
 def test_nothing_on_context_reaches_the_update(played):
     trainer, rollout, _ = played
     expected = gradients(trainer, rollout, 1)
@@ -101,18 +90,6 @@ def test_neither_cuts_nor_padding_change_a_gradient(played):
     for changed, pieces in ((rollout, 2), (rollout, 8), (replace(rollout, **wide), 1)):
         for name, gradient in gradients(trainer, changed, pieces).items():
             assert_close(gradient, expected[name], rtol=1e-4, atol=1e-7, msg=name)
-
-
-def test_an_episode_does_not_depend_on_the_rows_beside_it(tmp_path):
-    trainer = talking_trainer(tmp_path)
-    whole, few = trainer.rollout(PROMPTS), trainer.rollout(PROMPTS[:3])
-    for row in range(3):
-        assert few.completion_ids[row][few.real[row]].equal(whole.completion_ids[row][whole.real[row]])
-    for size in (1, 3):
-        parts = talking_trainer(tmp_path, {"local_rollout_forward_batch_size": size}).rollout(PROMPTS)
-        assert parts.completion_ids.equal(whole.completion_ids)
-        assert parts.mask.equal(whole.mask)
-        assert_close(parts.rewards, whole.rewards)
 
 
 def test_a_run_resumed_within_a_rollout_plays_nothing_again(played, folder, tmp_path):

@@ -9,26 +9,11 @@ from transformers import TrainerCallback
 
 from helpers.runs import final_state, read_log
 from hfppo import TokenTraceCallback
-from hfppo.reporting.traces import read_traces
 from hfppo.support.files import write_atomically
 
 CONFIG = {"max_steps": 12, "save_strategy": "steps", "save_steps": 6, "log_completions": True}  # 3 rollouts of 4 steps
 
 pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here is full by itself")
-
-
-def test_a_log_that_cannot_be_begun_comes_with_its_first_line(make_trainer, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/metrics.jsonl").write_text("an earlier run's")
-    (tmp_path / "out/_metrics.jsonl").symlink_to("/dev/full")
-
-    class Mended(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            (tmp_path / "out/_metrics.jsonl").unlink(missing_ok=True)
-
-    trainer = make_trainer({"max_steps": 2}, callbacks=[Mended()])
-    trainer.train()
-    assert read_log(tmp_path / "out") == trainer.state.log_history
 
 
 class FullDisk(TrainerCallback):
@@ -66,22 +51,6 @@ def test_files_that_cannot_be_written_are_warned_of(make_trainer, tmp_path, capl
         assert f"{folder / file} could not be written; training continues" in caplog.text
     assert_close(final_state(trainer), final_state(straight), rtol=0, atol=0)
     assert read_log(folder) == trainer.state.log_history  # whole again
-
-
-def test_a_trace_that_cannot_be_written_after_the_update_stays_as_it_was(make_trainer, tmp_path, caplog):
-    traces = tmp_path / "out" / "_traces"
-    traces.mkdir(parents=True)
-
-    class FullAfterwards(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 1:
-                (traces / "_rollout-000001.jsonl").symlink_to("/dev/full")
-
-    make_trainer({"max_steps": 4}, callbacks=[FullAfterwards(), TokenTraceCallback(every=1)]).train()
-    assert "rollout-000001.jsonl could not be written; training continues: [Errno 28] No space left" in caplog.text
-    kept = read_traces(traces / "rollout-000001.jsonl")
-    assert kept
-    assert all(trace.updated_step is None for trace in kept)
 
 
 @pytest.mark.parametrize("fails", [False, True])

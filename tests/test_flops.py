@@ -6,7 +6,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from helpers.tiny import tiny_model
-from hfppo.learn.flops import FlopCounter
 
 MATRIX_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm)  # attention's own products are others
 
@@ -40,20 +39,3 @@ def test_a_step_makes_as_many_operations_as_torch_counts(make_trainer, critic, l
     log = trainer.state.log_history[0]
     of_step = 1e12 * log["time/update_tflops"] * log["time/update"] / trainer.args.updates_per_rollout
     assert 0.85 * of_step < counter.flops <= of_step
-
-
-def test_a_step_of_one_alone_counts_what_it_computes(make_trainer):
-    trainer = make_trainer({"max_steps": 1, "num_ppo_epochs": 1, "num_critic_epochs": 2})
-    counter = FlopCounter.of(trainer.model)
-    rollout = trainer.rollout(["请问1+1="])
-    trainer.ppo_state.rollouts = 1
-    both = trainer._plan
-    trainer.state.global_step = trainer.args.num_mini_batches
-    critic_alone = trainer._plan
-    assert (both.policy, critic_alone.policy) == (True, False)
-    tokens = int(rollout.lengths.sum())
-    assert counter.count([rollout], critic_alone) == tokens * counter.critic > 0
-    assert counter.count([rollout, rollout], both) == 2 * counter.count([rollout], both)
-    assert counter.count([rollout], both) == (
-        tokens * (counter.actor + counter.critic) + int(rollout.mask.sum()) * counter.head
-    )

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from helpers.formulas import CALLS, INPUTS, bits
 from hfppo import functional as F
-from hfppo.functional.kl import clamp_log_ratio, last_real_index
+from hfppo.functional.kl import last_real_index
 
 NAN = float("nan")
 GROUP_ESTIMATORS = {f.__name__: f for f in (F.grpo, F.rloo, F.opo, F.reinforce_plus_plus_baseline)}
@@ -87,19 +87,6 @@ def test_gae_by_hand(case):
     assert_close(returns, torch.where(bits(*mask), double(*expected) + double(*values), 0.0))
 
 
-@quick
-@given(batches(2), unit)
-def test_returns_with_lam_one_are_discounted_sums_over_real_tokens(batch, gamma):
-    mask, rewards, values = batch
-    rewards = rewards * mask
-    expected = torch.zeros_like(rewards)
-    for row in range(len(mask)):
-        real = mask[row].nonzero().flatten().tolist()
-        for i, t in enumerate(real):
-            expected[row, t] = sum(gamma**k * rewards[row, u] for k, u in enumerate(real[i:]))
-    assert_close(F.gae(rewards, values, mask, gamma, lam=1.0)[1], expected)
-
-
 def gae_by_definition(rewards, values, mask, gamma, lams, final):
     """A_t = Σ_l (γλ)^l δ_{t+l}, the sums over real tokens only."""
     advantages = torch.zeros_like(rewards)
@@ -114,43 +101,16 @@ def gae_by_definition(rewards, values, mask, gamma, lams, final):
 
 
 @quick
-@given(batches(3), unit, unit)
+@given(batches(3), unit, st.one_of(unit, st.none()))
 def test_gae_is_its_double_sum_over_real_tokens(batch, gamma, lam):
+    """With one λ for all, or one for each completion."""
     mask, rewards, values, extra = batch
     rewards, final = rewards * mask, extra[:, 0]
-    advantages, returns = F.gae(rewards, values, mask, gamma, lam, final_value=final)
-    expected = gae_by_definition(rewards, values, mask, gamma, double(*[lam] * len(mask)), final)
+    lams = extra[:, -1].abs() / 3 if lam is None else torch.full((len(mask),), lam, dtype=torch.float64)
+    advantages, returns = F.gae(rewards, values, mask, gamma, lams if lam is None else lam, final_value=final)
+    expected = gae_by_definition(rewards, values, mask, gamma, lams, final)
     assert_close(advantages, expected)
     assert_close(returns, torch.where(mask, expected + values, 0.0))
-
-
-@quick
-@given(batches(3), unit)
-def test_gae_takes_a_lam_per_completion(batch, gamma):
-    mask, rewards, values, extra = batch
-    rewards, lams = rewards * mask, extra[:, 0].abs() / 3
-    expected = gae_by_definition(rewards, values, mask, gamma, lams, torch.zeros(len(mask)))
-    assert_close(F.gae(rewards, values, mask, gamma, lams)[0], expected)
-
-
-@quick
-@given(st.integers(1, 5), unit, unit, st.data())
-def test_gae_is_the_average_of_n_step_advantages_weighted_by_powers_of_lam(length, gamma, lam, data):
-    """(1 − λ) Σ_n λ^(n−1) A^(n), where the last n-step advantage takes all the weight that is left."""
-    r = data.draw(st.lists(number, min_size=length, max_size=length))
-    v = data.draw(st.lists(number, min_size=length, max_size=length))
-    n_step = [sum(gamma**k * r[k] for k in range(n)) + gamma**n * v[n] - v[0] for n in range(1, length)]
-    n_step.append(sum(gamma**k * r[k] for k in range(length)) - v[0])
-    weights = [(1 - lam) * lam ** (n - 1) for n in range(1, length)] + [lam ** (length - 1)]
-    expected = sum(w * a for w, a in zip(weights, n_step, strict=True))
-    advantages, _ = F.gae(double(r), double(v), torch.ones(1, length, dtype=torch.bool), gamma, lam)
-    assert advantages[0, 0].item() == pytest.approx(expected, rel=1e-9, abs=1e-9)
-
-
-def test_first_return_holds_the_first_reward_whole_and_later_ones_by_powers_of_gamma_lam():
-    values = double([0.3, 0.1, 0.2])
-    grad = grad_of(lambda rewards: F.gae(rewards, values, bits("111"), 0.9, 0.8)[1][:, 0], double([1, 2, 3]))
-    assert_close(grad, double([1, 0.72, 0.5184]))
 
 
 # Lengths, whitening, explained variance
@@ -167,16 +127,6 @@ def test_whiten_by_hand():
     expected = double([-3, 0, -1], [0, 1, 3]) / math.sqrt(5)
     assert_close(F.whiten(x, mask), expected)
     assert_close(F.whiten(x, mask, shift_mean=False), torch.where(mask, expected + 4, 0.0))
-
-
-@pytest.mark.parametrize("shift_mean", [True, False])
-def test_whitened_real_tokens_have_unit_variance_and_the_mean_asked_for(shift_mean):
-    torch.manual_seed(0)
-    x, mask = torch.randn(8, 16, dtype=torch.float64) * 5 + 2, torch.rand(8, 16) < 0.6
-    y = F.whiten(x, mask, shift_mean)
-    assert_close(y[mask].mean(), torch.zeros_like(y[mask].mean()) if shift_mean else x[mask].mean())
-    assert_close(y[mask].var(correction=0), double(1.0)[0])
-    assert (y[~mask] == 0).all()
 
 
 @pytest.mark.parametrize(("shift_mean", "expected"), [(True, 0.0), (False, 3.0)])
@@ -202,12 +152,6 @@ def test_explained_variance_by_hand():
     mask = bits("0110")
     assert F.explained_variance(double([8, 1, 0, 8]), double([-8, 0, 1, 50]), mask) == pytest.approx(-3.0)
     assert F.explained_variance(double([8, 0, 0.5, 8]), double([-8, 0, 1, 50]), mask) == pytest.approx(0.75)
-
-
-def test_explained_variance_of_a_perfect_critic_is_one_and_of_a_constant_one_zero():
-    returns, mask = double([0.1, 0.5, 3], [2, 7, 1]), bits("110", "011")
-    assert F.explained_variance(returns, returns, mask) == pytest.approx(1.0)
-    assert F.explained_variance(torch.full_like(returns, 0.3), returns, mask) == pytest.approx(0.0)
 
 
 @pytest.mark.parametrize(
@@ -344,31 +288,10 @@ def test_expectations_and_gradients_under_exact_enumeration(seed):
         assert_close(grad_of_expected(name), true_grad)
 
 
-def test_expectations_and_a_gradient_by_hand():
-    logits, ref_logits = double([0.5, 0.25, 0.25]).log(), double([0.25, 0.25, 0.5]).log()
-    for name in ("k1", "k3"):
-        expected = expected_kl(logits, ref_logits, lambda p, q, name=name: F.token_kl(p, q, name))
-        assert_close(expected, double(math.log(2) / 4)[0])
-    grad = grad_of(lambda x: expected_kl(x, ref_logits, lambda p, q: F.token_kl(p, q, "k2")), logits)
-    assert_close(grad, double([0.375, -0.0625, -0.3125]) * math.log(2))
-
-
 @pytest.mark.parametrize("name", ["k2", *PLUS])
 def test_estimators_with_a_plus_have_the_gradient_of_k2(name):
     x = double([0.5, -0.5, 3, -3])
     assert_close(grad_of(lambda p: F.token_kl(p, torch.zeros_like(x), name), x), x)
-
-
-def test_k3_plus_has_the_gradient_of_trls_corrected_kl_in_a_first_step():
-    """GRPOTrainer multiplies k3 by the ratio, which is 1 there and has a gradient."""
-    ref_logprobs, logprobs = double([-1.5, -2.0, -0.5]), double([-1.0, -2.5, -3.5])
-
-    def corrected(p):
-        x = ref_logprobs - p
-        return (x.exp() - x - 1) * (p - p.detach()).exp()
-
-    by_trl = grad_of(corrected, logprobs)
-    assert_close(grad_of(lambda p: F.token_kl(p, ref_logprobs, "k3+"), logprobs), by_trl)
 
 
 @pytest.mark.parametrize("name", F.KL_ESTIMATORS)
@@ -388,22 +311,7 @@ def test_k3_beyond_the_bound_has_the_value_and_the_slope_it_has_at_the_bound():
     assert_close(grad_of(lambda p: F.token_kl(p, torch.zeros_like(x), "k3"), x), double([1 - 1 / e, 1 - e]))
 
 
-def test_clamp_log_ratio_has_the_gradient_of_the_identity():
-    x = double([-50, -20, -1.7, 0, 3.1, 20, 50])
-    assert_close(clamp_log_ratio(x), double([-20, -20, -1.7, 0, 3.1, 20, 20]))
-    assert_close(grad_of(clamp_log_ratio, x), torch.ones_like(x))
-
-
 # Rewards
-
-
-def test_kl_in_the_reward_worked_example():
-    logprobs = double([-0.12, -0.08, -0.15, -0.10, -0.05, -0.02])
-    ref_logprobs = double([-0.15, -0.10, -0.18, -0.12, -0.08, -0.03])
-    kl = F.token_kl(logprobs, ref_logprobs, "k1")
-    assert_close(kl, double([0.03, 0.02, 0.03, 0.02, 0.03, 0.01]))
-    rewards = F.token_rewards(double(1.0), kl, bits("111111"), kl_coef=0.01)
-    assert_close(rewards, double([-0.0003, -0.0002, -0.0003, -0.0002, -0.0003, 0.9999]))
 
 
 # Scores, KL, mask, β and rewards.
@@ -425,21 +333,6 @@ REWARDS = {
 def test_token_rewards_by_hand(case):
     scores, kl, mask, beta, expected = REWARDS[case]
     assert_close(F.token_rewards(double(*scores), double(*kl), bits(*mask), beta), double(*expected))
-
-
-@quick
-@given(batches(2, empty_rows=False), unit)
-def test_mean_sum_of_rewards_is_mean_score_minus_beta_times_mean_sum_of_kl(batch, beta):
-    mask, kl, extra = batch
-    scores = extra[:, 0]
-    rewards = F.token_rewards(scores, kl, mask, beta)
-    sums = [sum(kl[row, t].item() for t in range(mask.shape[1]) if mask[row, t]) for row in range(len(mask))]
-    expected = sum(scores.tolist()) / len(mask) - beta * sum(sums) / len(mask)
-    assert rewards.sum(dim=1).mean().item() == pytest.approx(expected, rel=1e-9, abs=1e-9)
-
-
-def test_last_real_index_by_hand():
-    assert last_real_index(bits("1000", "1010", "0110", "1111", "0000")).tolist() == [0, 2, 2, 3, 3]
 
 
 @pytest.mark.parametrize(
@@ -470,15 +363,6 @@ def at_ratio(*ratios: float) -> tuple[Tensor, Tensor]:
     return old_logprobs + double(ratios).log(), old_logprobs
 
 
-def test_first_update_of_a_rollout_worked_example():
-    """π is π_old: the ratio is exactly 1 and the surrogate is the mean advantage."""
-    logprobs = torch.tensor([[-0.12, -0.08, -0.15, -0.10, -0.05, -0.02]])
-    advantages = torch.tensor([[0.13, 0.10, 0.08, 0.05, 0.03, 0.05]])
-    per_token = F.policy_loss(logprobs, logprobs.clone(), advantages, F.Clip())
-    assert_close(per_token, -advantages, rtol=0, atol=0)
-    assert_close(F.reduce(per_token, bits("111111")), torch.tensor(-0.0733333333))
-
-
 @pytest.mark.parametrize(
     ("ratio", "advantage", "options", "loss", "grad"),
     [
@@ -486,8 +370,6 @@ def test_first_update_of_a_rollout_worked_example():
         (1.5, -1, {}, 1.5, 1.5),
         (0.5, 1, {}, -0.5, -0.5),
         (0.5, -1, {}, 0.8, 0),
-        (1.1, 2, {}, -2.2, -2.2),
-        (0.9, -2, {}, 1.8, 1.8),
         (1.4, 1, {"low": 0.1, "high": 0.5}, -1.4, -1.4),
         (1.6, 1, {"low": 0.1, "high": 0.5}, -1.5, 0),
         (0.85, -1, {"low": 0.1, "high": 0.5}, 0.9, 0),
@@ -497,10 +379,6 @@ def test_first_update_of_a_rollout_worked_example():
         (0.5, -1, {"dual": 3.0}, 0.8, 0),
         (5.0, 1, {"dual": 3.0}, -1.2, 0),
         (1.1, 1, {"dual": 3.0}, -1.1, -1.1),
-        (math.exp(0.5), 0.5, {}, -0.6, 0),
-        (math.exp(0.5), 0.5, {"high": 1.0}, -0.824361, -0.824361),
-        (math.exp(0.5), -0.5, {}, 0.824361, 0.824361),
-        (20, -0.5, {"dual": 3.0}, 1.5, 0),
     ],
 )
 def test_policy_loss_and_its_gradient_by_hand(ratio, advantage, options, loss, grad):
@@ -525,35 +403,6 @@ def test_clip_fractions_by_hand():
     low, high, _ = F.clip_fractions(*at_ratio(1.4, 1.6, 0.85, 0.95), double([1, 1, -1, -1]), F.Clip(0.1, 0.5))
     assert high.equal(bits("0100"))
     assert low.equal(bits("0010"))
-
-
-@quick
-@given(
-    st.lists(st.tuples(st.floats(-2, 2), st.floats(0.1, 2), st.booleans()), min_size=1, max_size=6),
-    st.sampled_from([None, 1.5, 3.0]),
-)
-def test_clip_fractions_mark_the_tokens_without_gradient(tokens, dual_clip):
-    logprobs = double([x for x, _, _ in tokens])
-    advantages = double([a if positive else -a for _, a, positive in tokens])
-    old_logprobs = torch.zeros_like(logprobs)
-    grad = grad_of(lambda x: F.policy_loss(x, old_logprobs, advantages, F.Clip(0.2, 0.3, dual_clip)), logprobs)
-    low, high, dual = F.clip_fractions(logprobs, old_logprobs, advantages, F.Clip(0.2, 0.3, dual_clip))
-    assert (low | high | dual).equal(grad == 0)
-    assert not (low & high).any()
-
-
-@pytest.mark.parametrize("name", F.POLICY_LOSSES)
-def test_losses_and_gradients_are_finite_at_extreme_ratios(name):
-    logprobs, old_logprobs = torch.tensor([[-1.0, -201.0]]), torch.tensor([[-201.0, -1.0]])
-
-    def loss(x, advantages):
-        return call_loss(name, x, old_logprobs, advantages)
-
-    for sign in (1.0, -1.0):
-        advantages = torch.full((1, 2), sign)
-        assert loss(logprobs, advantages).isfinite().all()
-        grad = grad_of(lambda x, a=advantages: loss(x, a), logprobs)
-        assert grad.isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo"])
@@ -586,26 +435,6 @@ def test_gspo_gives_every_token_the_geometric_mean_ratio_of_its_completion():
     assert_close(grad, double([-2 * ratio, -2 * ratio, 0, -2 * ratio], [0, 0, 0, 0]))
 
 
-@quick
-@given(batches(2, empty_rows=False))
-def test_gspo_has_the_gradient_of_its_sequence_form(batch):
-    """Reduced by seq-mean-token-mean it is −A·s per completion, s with its own gradient."""
-    mask, delta, extra = batch
-    advantage, old_logprobs = extra[:, :1], torch.full_like(delta, -4.0)
-    lengths = mask.sum(dim=1, keepdim=True)
-
-    def token_form(x):
-        loss = F.gspo_loss(x, old_logprobs, advantage.expand(mask.shape), mask, F.Clip(0.9, 50.0))
-        return F.reduce(loss, mask, "seq-mean-token-mean")
-
-    def sequence_form(x):
-        ratio = (((x - old_logprobs) * mask).sum(dim=1, keepdim=True) / lengths).exp()
-        return (-advantage * ratio).mean()
-
-    logprobs = old_logprobs + delta / 2  # exp(±1.5) stays between the clips
-    assert_close(grad_of(token_form, logprobs), grad_of(sequence_form, logprobs))
-
-
 @pytest.mark.parametrize(
     ("ratio", "advantage", "grad"), [(0.5, 1, -0.5), (1, -2, 2), (10, 1, -5), (10, -1, 5), (0.001, 2, -0.002)]
 )
@@ -625,15 +454,6 @@ def test_sapo_by_hand():
     assert_close(F.sapo_loss(logprobs, old_logprobs, advantages), expected)
 
 
-def test_sapo_fades_where_ppo_cuts():
-    logprobs, old_logprobs = at_ratio(1.5, 2.0, 4.0)
-    advantages = double([1, 1, 1])
-    assert_close(grad_of(lambda x: F.policy_loss(x, old_logprobs, advantages, F.Clip()), logprobs), double([0, 0, 0]))
-    weight = -grad_of(lambda x: F.sapo_loss(x, old_logprobs, advantages), logprobs) / double([1.5, 2.0, 4.0])
-    assert ((weight > 0) & (weight < 1)).all()
-    assert (weight.diff() < 0).all()
-
-
 @pytest.mark.parametrize(
     ("old", "new", "advantage", "loss", "grad"),
     [
@@ -643,8 +463,6 @@ def test_sapo_fades_where_ppo_cuts():
         (0.9, 0.8, -1, 8 / 9, 8 / 9),
         (0.001, 0.1, 2, -200, -200),  # a ratio of 100, and hardly any probability
         (0.9, 0.6, 2, -4 / 3, -4 / 3),  # against the advantage: no clip
-        (0.5, 0.75, -1, 1.5, 1.5),
-        (0.5, 0.75, 0, 0, 0),
     ],
 )
 def test_dppo_by_hand(old, new, advantage, loss, grad):
@@ -661,14 +479,6 @@ def test_dppo_takes_each_side_from_its_own_argument():
     advantages = double([1, -1])
     assert_close(F.dppo_loss(logprobs, old_logprobs, advantages, F.Clip(0.1, 0.3)), double([-1.3, 0]))
     assert_close(F.dppo_loss(logprobs, old_logprobs, advantages, F.Clip(0.3, 0.1)), double([0, 0.7]))
-
-
-def test_every_choice_of_the_contract_has_its_name():
-    named = {"gae", "grpo", "rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
-    assert set(F.ADVANTAGE_ESTIMATORS) == named
-    assert set(F.POLICY_LOSSES) == {"ppo", "gspo", "cispo", "sapo", "dppo"}
-    by_sequence = {"seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"}
-    assert set(F.REDUCTIONS) == {"token-mean", *by_sequence}
 
 
 # Value loss
@@ -692,15 +502,6 @@ def test_value_loss_and_its_gradient_by_hand(value, old_value, ret, clip_range, 
     found = grad_of(lambda x: F.value_loss(x, old_values, returns, clip_range), double([value]))
     assert_close(found, double([grad]))
     assert F.value_clipped(double([value]), old_values, returns, clip_range).item() == (grad == 0.0)
-
-
-@quick
-@given(batches(3), st.floats(0.01, 1))
-def test_value_clipped_marks_the_tokens_without_gradient(batch, clip_range):
-    _, values, old_values, returns = batch
-    values = torch.where((values - returns).abs() < 1e-3, returns + 0.1, values)  # no gradient at V = R either
-    grad = grad_of(lambda x: F.value_loss(x, old_values, returns, clip_range), values)
-    assert F.value_clipped(values, old_values, returns, clip_range).equal(grad == 0)
 
 
 # Reduction
@@ -729,26 +530,6 @@ def test_reduction_modes_by_hand(mode, expected):
 def test_reduction_divides_by_the_counts_it_is_given(mode, expected):
     loss, mask = double([4, 8]), bits("11")
     assert_close(F.reduce(loss, mask, mode, num_tokens=10, num_completions=4, max_length=4), double(expected)[0])
-
-
-@pytest.mark.parametrize("mode", F.REDUCTIONS)
-@quick
-@given(batches(1, min_rows=2), st.data())
-def test_micro_batches_cut_in_any_way_add_up_to_the_mini_batch(mode, batch, data):
-    mask, loss = batch
-    counts = {"num_tokens": int(mask.sum()), "num_completions": int(mask.any(dim=1).sum()), "max_length": 6}
-    cuts = data.draw(st.lists(st.integers(0, len(mask)), max_size=3).map(sorted))
-    sizes = [end - start for start, end in zip([0, *cuts], [*cuts, len(mask)], strict=True)]
-
-    def in_parts(x):
-        parts = zip(x.split(sizes), mask.split(sizes), strict=True)
-        return sum(F.reduce(part, part_mask, mode, **counts) for part, part_mask in parts)
-
-    def whole(x):
-        return F.reduce(x, mask, mode, max_length=6)
-
-    assert_close(in_parts(loss), whole(loss))
-    assert_close(grad_of(in_parts, loss), grad_of(whole, loss))
 
 
 @pytest.mark.parametrize("mode", F.REDUCTIONS)
@@ -848,12 +629,6 @@ def test_importance_weights_by_hand(level, correction, weights, dropped):
     for row, column in dropped:
         expected[row, column] = False
     assert torch.equal(kept, expected)
-
-
-def test_importance_weights_stay_finite():
-    far = torch.tensor([[400.0, -400.0]])
-    weights, _ = F.importance_weights(far, torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool), clip_max=1e30)
-    assert weights.isfinite().all()
 
 
 def test_effective_sample_size_by_hand():

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from helpers.runs import SMALL, count_digits
-from helpers.scripted import first_rollout, padded_turns
+from helpers.scripted import padded_turns
 from helpers.tiny import LORA, tiny_model
 from hfppo import PPOConfig, PPOTrainer, Rollout
 from hfppo.generation import generate
@@ -19,7 +19,6 @@ from hfppo.generation.stop_strings import StopStrings
 from hfppo.models import batch_size
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.sample import Turn
-from hfppo.token_trace.from_checkpoint import FixedCompletion
 
 
 def sample(trainer, prompts, seeds):
@@ -111,7 +110,7 @@ def test_uniforms_are_a_function_of_the_seed():
     assert len({*a.flatten().tolist(), *b[1].tolist()}) == 15
 
 
-@pytest.mark.parametrize("vocab_size", [1, 24, 64, 65, 1000, 20_000])
+@pytest.mark.parametrize("vocab_size", [1, 65, 20_000])
 def test_tokens_are_drawn_as_often_as_their_probability_says(vocab_size):
     """Evenly spaced numbers fall on a token in proportion to its probability, unlikely ones included."""
     logits = 3 * torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size))
@@ -148,9 +147,8 @@ def test_numbers_that_are_not_finite_draw_a_token_of_the_vocabulary():
     assert 0 <= draw(torch.full((1, 70), torch.nan), torch.tensor([[0.5]], dtype=torch.float64)).item() < 70
 
 
-@pytest.mark.parametrize("estimator", ["rloo", "grpo"])
-def test_equal_prompts_that_are_looked_at_are_a_group(make_trainer, estimator):
-    trainer = make_trainer({"advantage_estimator": estimator, "num_generations": 4, "kl_coef": 0.0})
+def test_equal_prompts_that_are_looked_at_are_a_group(make_trainer):
+    trainer = make_trainer({"advantage_estimator": "grpo", "num_generations": 4, "kl_coef": 0.0})
     rollout = trainer.rollout(["1+1=", "2+2=", "1+1=", "1+1=", "2+2="])
     first = rollout.advantages[:, 0]
     for rows in ([0, 2, 3], [1, 4]):
@@ -174,14 +172,6 @@ def assert_same(one: Rollout, other: Rollout) -> None:
         assert torch.equal(getattr(one, name), getattr(other, name))
     for name, tolerance in (("rollout_logprobs", 1e-5), ("old_logprobs", 1e-5), ("advantages", 1e-4)):
         assert_close(getattr(one, name), getattr(other, name), rtol=tolerance, atol=tolerance)
-
-
-def test_rows_at_once_do_not_change_the_rollout(make_trainer):
-    rollouts = []
-    for size in (64, 3):
-        trainer = make_trainer({"local_rollout_forward_batch_size": size})
-        rollouts.append(trainer.rollout([f"{n}=" for n in range(8)]))
-    assert_same(*rollouts)
 
 
 @pytest.fixture
@@ -292,31 +282,6 @@ def test_a_sampler_of_a_users_own_completes_the_prompts(first_digits):
     assert first_digits.state.global_step == SMALL["max_steps"]
 
 
-def test_a_sampler_that_cannot_be_changed_completes_the_prompts(make_trainer, monkeypatch):
-    fixed = FixedCompletion([5, 2])
-    monkeypatch.setattr(PPOTrainer, "create_sampler", lambda trainer, eos_ids: fixed)
-    assert make_trainer().rollout(["1+1="]).completion_ids.tolist() == [[5, 2]]
-
-
-def test_a_wrapped_sampler_still_tells_how_much_is_done(make_trainer, monkeypatch):
-    shares, make = [], PPOTrainer.create_sampler
-
-    def wrapped(trainer, eos_ids):
-        trainer._progress.advance = shares.append
-        inner = make(trainer, eos_ids)
-
-        def sample(*given):
-            return inner(*given)
-
-        sample.ready = inner.ready
-        return sample
-
-    monkeypatch.setattr(PPOTrainer, "create_sampler", wrapped)
-    make_trainer().rollout(["1+1="])
-    assert shares
-    assert shares == sorted(shares)
-
-
 def test_a_sampler_that_breaks_its_contract_is_told(first_digits):
     first_digits.rows = slice(1, None)
     with pytest.raises(ValueError, match="sampler function returned 1 turns for 2 prompts"):
@@ -419,23 +384,3 @@ def test_a_stop_token_ends_a_completion(make_trainer):
         ValueError, match=r"generation_kwargs\['stop_token_ids'\] has token id 1000, but the model's 26 token ids"
     ):
         make_trainer({"generation_kwargs": {"stop_token_ids": [1000]}})
-
-
-def test_training_with_stop_strings(make_trainer):
-    """The ratio of the first update is 1, no completion goes on after its end, and none that stopped is penalized."""
-    signs = ["1", "2", "3+", "问"]
-    config = {"generation_kwargs": {"stop_strings": signs}, "missing_eos_penalty": 100.0, "kl_coef": 0.0}
-    texts = []
-
-    def keep(completions, **_):
-        texts.extend(completions)
-        return [0.0] * len(completions)
-
-    trainer = make_trainer({**config, "max_completion_length": 8, "num_ppo_epochs": 1}, reward_funcs=keep)
-    rollout = first_rollout(trainer)
-    stopped = torch.tensor([any(sign in text for sign in signs) for text in texts])
-    assert stopped.any()
-    assert [text for text in texts if any(sign in text[:-1] for sign in signs)] == []
-    assert not rollout.truncated[stopped].any()
-    assert rollout.scores[stopped].tolist() == [0.0] * int(stopped.sum())
-    assert_close(rollout.old_logprobs, rollout.rollout_logprobs, rtol=0, atol=1e-5)

@@ -47,19 +47,16 @@ def mix(model: PeftModel) -> None:
 
 
 CARRIED = {
-    "as it is": (given, lambda model: None),
     "merged": (given, lambda model: model.merge_adapter()),
     "DoRA, merged": (lambda: given(use_dora=True), lambda model: model.merge_adapter()),
     "merged in part": (given, lambda model: next(x for x in model.modules() if hasattr(x, "merge")).merge()),
     "a trained module": (lambda: given(modules_to_save=["lm_head"]), lambda model: None),
     "the second is active": (with_second, lambda model: model.set_adapter("other")),
     "mixed": (with_second, mix),
-    "in half precision": (lambda: given(torch.bfloat16), lambda model: None),
 }
 REFUSED = {
     "two are active": (with_second, lambda model: model.base_model.set_adapter(["sft", "other"])),
     "scaled": (given, set_scale),
-    "scaled, in half precision": (lambda: given(torch.bfloat16), set_scale),
     "another is merged": (with_second, lambda model: model.merge_adapter(["sft", "other"])),
     "changed configuration": (given, lambda model: setattr(model.peft_config["sft"], "lora_alpha", 1)),
     "merged in half precision": (lambda: given(torch.bfloat16), lambda model: model.merge_adapter()),

@@ -13,17 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from build_arithmetic_base import character_tokenizer
-from datasets import Dataset
 from torch import Tensor
 
 from helpers.agents import Doors, agent_trainer, call, collect, talking_trainer
-from helpers.runs import SMALL, count_digits
-from helpers.tiny import LORA, ragged_model
-from hfppo import PPOCallback, PPOConfig, PPOTrainer, Rollout, Transcript
+from helpers.runs import SUMS, Keep, count_digits, small_trainer
+from helpers.tiny import ragged_model
+from hfppo import Rollout, Transcript
 
 FOLDER = Path(__file__).parent / "golden"
-ROWS = Dataset.from_list([{"prompt": f"请问{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3, 7)])
 PER_TOKEN = (
     "rollout_logprobs",
     "old_logprobs",
@@ -36,16 +33,6 @@ PER_TOKEN = (
 )
 
 Record = dict[str, Any]
-
-
-class Recorder(PPOCallback):
-    """Keeps each rollout of a run as a record."""
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def on_rollout_end(self, args, state, control, *, rollout, transcript, **kwargs):
-        self.records.append(record_of(rollout, transcript))
 
 
 def record_of(rollout: Rollout, transcript: Transcript) -> Record:
@@ -90,31 +77,18 @@ def first_token(completion_ids, **kwargs) -> list[list[float]]:
     return [[ids[0] / 100, *[0.0] * (len(ids) - 1)] for ids in completion_ids]
 
 
-def one_turn_trainer(folder: Path, recorder: Recorder, config: Record, **kwargs: Any) -> PPOTrainer:
-    return PPOTrainer(
-        ragged_model(),
-        kwargs.pop("reward_funcs", count_digits),
-        PPOConfig(**{"output_dir": str(folder), **SMALL, **config}),
-        ROWS,
-        processing_class=character_tokenizer(),
-        peft_config=LORA,
-        callbacks=[recorder],
-        **kwargs,
-    )
-
-
 def trained(folder: Path, config: Record, **kwargs: Any) -> list[Record]:
     """Return the rollouts of a run with completions of one turn."""
-    recorder = Recorder()
-    one_turn_trainer(folder, recorder, config, **kwargs).train()
-    return recorder.records
+    keep = Keep()
+    small_trainer(folder, config, model=ragged_model(), callbacks=[keep], **kwargs).train()
+    return list(map(record_of, keep.rollouts, keep.transcripts))
 
 
 def episodes(folder: Path, config: Record) -> list[Record]:
     """Return the rollouts of a run with a text environment."""
-    recorder = Recorder()
-    talking_trainer(folder, {"max_steps": 8, **config}, callbacks=[recorder]).train()
-    return recorder.records
+    keep = Keep()
+    talking_trainer(folder, {"max_steps": 8, **config}, callbacks=[keep]).train()
+    return list(map(record_of, keep.rollouts, keep.transcripts))
 
 
 def tools(folder: Path) -> list[Record]:
@@ -133,11 +107,11 @@ def tools(folder: Path) -> list[Record]:
 
 def evaluation(folder: Path) -> list[Record]:
     """Return a greedy and a sampled evaluation."""
-    trainer = one_turn_trainer(folder, Recorder(), {"per_device_eval_batch_size": 3})
+    trainer = small_trainer(folder, {"per_device_eval_batch_size": 3}, model=ragged_model())
     records = []
     for do_sample in (False, True):
         with trainer.eval_sampling(do_sample):
-            predicted = trainer.predict(ROWS)
+            predicted = trainer.predict(SUMS)
         metrics = {name: float(f"{x:.6g}") for name, x in predicted.metrics.items() if "_per_second" not in name}
         metrics = {name: x for name, x in metrics.items() if "runtime" not in name and "time" not in name}
         records.append({"completions": list(predicted.predictions), "metrics": metrics})

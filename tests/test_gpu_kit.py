@@ -2,22 +2,16 @@
 
 import json
 import os
-import shutil
-import signal
 import subprocess
 import sys
-import time
-import zipfile
 from pathlib import Path
 
-import kit
 import pytest
 import rows
-from cases import CASES, DEFAULTS
+from cases import CASES
 from sections import SECTIONS
 
-from helpers.processes import HELPERS, ROOT, environment
-from helpers.second_device import build
+from helpers.processes import ROOT, environment
 
 KIT = ROOT / "tests/gpu/kit.py"
 # The kit with sections that take no time, or that end as sections may end.
@@ -66,30 +60,6 @@ def read(out: Path) -> dict[str, dict]:
     return {path.stem: json.loads(path.read_text()) for path in out.glob("*.json")}
 
 
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def test_a_terminated_kit_leaves_what_was_done_and_no_process(tmp_path):
-    out = tmp_path / "out"
-    process = start("quick,stuck,error", out, 1)
-    while not read(out).get("stuck", {}).get("figures"):
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(300) != 0
-    found = read(out)
-    assert {name: result["status"] for name, result in found.items()} == {"quick": "done", "stuck": "cut"}
-    assert found["quick"]["figures"] == {"case": {"seconds": 1.5}}
-    assert found["stuck"]["reason"] == "interrupted"
-    assert not is_running(found["stuck"]["figures"]["first"]["pid"])
-    assert sorted(path.name for path in out.iterdir()) == ["quick.json", "stuck.json"]
-
-
 def test_a_section_that_ends_badly_stops_no_other(tmp_path, capsys):
     out = tmp_path / "out"
     assert start("stuck,crash,error,lacking,quick", out, 0.02).wait(300) == 1
@@ -115,58 +85,6 @@ def run_kit(out: Path, *options: str | Path, launcher: tuple[str | Path, ...] = 
     return done.stdout
 
 
-def test_a_dry_run_lists_the_sections_and_writes_nothing(tmp_path):
-    lines = run_kit(tmp_path / "out", "--dry-run", "--small").splitlines()
-    assert [line.split()[0] for line in lines] == list(SECTIONS)
-    assert not (tmp_path / "out").exists()
-    missing = [line for line in lines if "needs vllm" in line]
-    assert [line.split()[0] for line in missing] in (["vllm_tests"], [])
-
-
-def test_the_whole_kit_takes_at_most_35_minutes():
-    assert sum(section.minutes for section in SECTIONS.values()) <= 35
-
-
-@pytest.mark.parametrize(("given", "shown"), [(None, "0"), ("3,1", "3"), ("", "")])
-def test_sections_see_one_gpu_and_are_deterministic_from_their_first_product(monkeypatch, tmp_path, given, shown):
-    """cuBLAS reads its variable once, and nn.DataParallel would take every GPU."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if given is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-    env = kit.environment_of(None, tmp_path)
-    assert (env["CUBLAS_WORKSPACE_CONFIG"], env["CUDA_VISIBLE_DEVICES"]) == (":4096:8", shown)
-
-
-def test_the_first_minutes_show_what_most_users_do():
-    """Tests, then the defaults in bfloat16 by phase, then an agent."""
-    assert list(SECTIONS)[:2] == ["tests", "first_rollout"]
-    assert list(CASES)[:2] == ["defaults", "agent"]
-    first = CASES["defaults"]
-    assert (first.dtype, first.attention, first.fields) == ("bfloat16", "sdpa", DEFAULTS)
-
-
-def test_an_unknown_section_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["kit.py", "--out", "out", "--only", "ppo,speed"])
-    with pytest.raises(SystemExit):
-        kit.parse()
-    assert "there is no section speed" in capsys.readouterr().err
-
-
-def test_wheels_are_installed_for_the_run(tmp_path):
-    """A wheel with one module."""
-    wheels, site = tmp_path / "wheels", tmp_path / "site"
-    wheels.mkdir()
-    with zipfile.ZipFile(wheels / "carried-1.0-py3-none-any.whl", "w") as wheel:
-        info = "carried-1.0.dist-info"
-        wheel.writestr("carried.py", "VALUE = 7\n")
-        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: carried\nVersion: 1.0\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{info}/RECORD", "")
-    env = kit.environment_of(str(wheels), site)
-    code = "import carried; print(carried.VALUE)"
-    assert subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True).stdout == "7\n"
-
-
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_the_whole_kit_runs_in_small(tmp_path):
@@ -188,17 +106,6 @@ def test_the_whole_kit_runs_in_small(tmp_path):
     assert phases.keys() == {"sampling", "passes", "update"}
     assert all(phase["estimate, kB per token"] > 0 for phase in phases.values())
     assert phases["sampling"]["tokens"] == phases["passes"]["tokens"] == 8 * (24 + 8)  # the longest prompt has 24
-    assert {case["that differ"] for case in found["resume"]["figures"].values()} == {0}
-
-
-@pytest.mark.nightly
-def test_the_kit_moves_tensors_to_a_device_that_is_not_the_cpu(tmp_path):
-    if shutil.which("g++") is None:
-        pytest.skip("g++ is not installed")
-    launcher = (HELPERS / "second_device.py", build(tmp_path))
-    run_kit(tmp_path / "out", "--small", "--only", "resume,ppo,chunks,grpo", launcher=launcher)
-    found = read(tmp_path / "out").values()
-    assert {(result["status"], result["machine"]["torch device"]) for result in found} == {("done", "second:0")}
 
 
 def test_rows_show_figures_reasons_and_what_is_open(tmp_path, capsys):

@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import json
 import random
 import re
 import warnings
@@ -10,12 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import arithmetic
 import pytest
 import torch
 from datasets import Dataset
 from transformers import TrainerState
-from trl import TrlParser
 
 from helpers.tiny import tiny_model
 from hfppo import AdaptiveKLCallback, HealthCallback, HealthWarning, PPOConfig, TextEnvironment
@@ -168,26 +165,6 @@ def test_every_check_has_a_run_that_fails_it():
     assert {anchor for case in RUNS.values() for anchor in case.words} == ANCHORS
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_the_recipe_is_silent(tmp_path):
-    """arithmetic.yaml with a log after every rollout, and 15 of its 40."""
-    lines = Path(arithmetic.FOLDER / "test.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "few.jsonl").write_text("".join(lines[:8]))
-    flags = {"max_steps": 60, "logging_steps": 4, "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
-    flags |= {"output_dir": tmp_path / "out", "test_file": tmp_path / "few.jsonl"}
-    given = ["--config", str(arithmetic.FOLDER.with_suffix(".yaml"))]
-    given += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    parser = TrlParser((arithmetic.ArithmeticArguments, PPOConfig, arithmetic.ArithmeticActor))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", HealthWarning)
-        arithmetic.main(*parser.parse_args_and_config(given))
-    history = json.loads((tmp_path / "out/trainer_state.json").read_text())["log_history"]
-    rewards = [log["reward"] for log in history if "reward" in log]
-    assert len(rewards) == 15
-    assert rewards[-1] > 0.8
-
-
 class Log:
     """A HealthCallback that is told a metric step by step."""
 
@@ -274,11 +251,6 @@ def test_a_limit_replaces_the_default_or_turns_a_check_off(make_trainer):
         HealthCallback(max_kl=0.5)
 
 
-def test_a_class_among_the_callbacks_is_the_only_one_of_its_kind(make_trainer):
-    callbacks = make_trainer(callbacks=[HealthCallback]).callback_handler.callbacks
-    assert [type(callback) for callback in callbacks].count(HealthCallback) == 1
-
-
 def test_steps_of_a_rollout_are_judged_together(make_trainer):
     """A rollout's first step is never clipped; it does not end a problem."""
     log = Log(make_trainer(), HealthCallback(clip_fraction=0.5))
@@ -338,12 +310,6 @@ def test_every_check_has_its_section_and_its_row_with_the_limit(page, name):
     assert {heading.lower().replace(" ", "-") for heading in headings} == ANCHORS
     rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", text, flags=re.MULTILINE))
     assert {name: ast.literal_eval(limit) for name, limit in rows.items()} == HealthCallback().limits
-
-
-def test_a_critic_has_time(make_trainer):
-    log = Log(make_trainer(ONE_STEP), HealthCallback())
-    told = [step for step in range(1, 12) if log(step, value__explained_variance=-1.0)]
-    assert told == [10]
 
 
 @pytest.mark.parametrize(("estimator", "fails"), [("gae", False), ("grpo", True)])

@@ -20,7 +20,7 @@ from transformers import (
     TrainerCallback,
 )
 
-from helpers.runs import Keep, count_digits, critic_values, gradients, logged, small_trainer, stops_at_kl, trainable
+from helpers.runs import Keep, critic_values, gradients, logged, small_trainer, stops_at_kl, trainable
 from helpers.scripted import training_rows
 from helpers.tiny import tiny_gpt2, tiny_model, tiny_of_type, tiny_opt, tiny_qwen3
 from hfppo import PPOCallback
@@ -60,9 +60,8 @@ def plain(tmp_path_factory):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_ratio_is_one_on_the_first_update_and_against_generation(make_trainer, architecture, temperature):
-    trainer = make_trainer({"temperature": temperature}, model=architecture())
+def test_ratio_is_one_on_the_first_update_and_against_generation(make_trainer, architecture):
+    trainer = make_trainer({"temperature": 0.7}, model=architecture())
     trainer.train()
     first_ratio, against_generation = logged(trainer, "policy/first_ratio_deviation"), logged(trainer, "mismatch/max")
     assert len(first_ratio) == len(against_generation) == 2
@@ -180,10 +179,12 @@ def test_cutting_a_mini_batch_changes_no_gradient(make_trainer, dataset, config)
             )
 
 
-@pytest.mark.parametrize("critic", ["adapter", "shared"])
-@pytest.mark.parametrize("model", UNUSUAL.values(), ids=UNUSUAL)
-def test_the_first_ratio_of_unusual_models_is_one(make_trainer, model, critic):
-    made = model().eval()  # as from_pretrained leaves it
+@pytest.mark.parametrize(
+    ("name", "critic"),
+    [*((name, "adapter") for name in UNUSUAL), ("states have another width before the head", "shared")],
+)
+def test_the_first_ratio_of_unusual_models_is_one(make_trainer, name, critic):
+    made = UNUSUAL[name]().eval()  # as from_pretrained leaves it
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     trainer = make_trainer({"max_steps": 1}, model=made, critic=critic)
@@ -215,17 +216,6 @@ def test_optimiser_steps_and_rollouts_are_counted_exactly(make_trainer, dataset)
             for ids, mask in zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)
         ]
         assert sorted(prompts) == sorted(dataset["prompt"])
-
-
-def test_samples_are_counted_alike_by_steps_and_by_epochs(make_trainer, dataset):
-    """Each completion once per PPO epoch, as in Trainer's `train_samples_per_second`."""
-    counts = []
-    for length in ({"max_steps": -1, "num_train_epochs": 2}, {"max_steps": 16}):
-        trainer = make_trainer(length)
-        clock = trainer.get_train_dataloader()
-        _, _, _, samples, *_ = trainer.set_initial_training_values(trainer.args, clock)
-        counts.append(samples)
-    assert counts == [16 * 2 * trainer.args.num_ppo_epochs] * 2
 
 
 def test_a_ppo_callback_may_return_the_control_as_trainers_may(make_trainer):
@@ -280,31 +270,6 @@ def test_a_target_goes_by_the_logged_kl_of_a_mini_batch(make_trainer):
         start = next((step for step in steps if kl[step] > limit), steps[-1]) + 1
     assert starts == expected
     assert len({b - a for a, b in itertools.pairwise(starts)}) > 1, "rollouts of several lengths"
-
-
-def test_masked_truncated_completions_keep_their_credit_out_of_the_loss_only(make_trainer):
-    keep = Keep()
-    trainer = make_trainer({"mask_truncated_completions": True}, model=tiny_model(seed=1), callbacks=[keep])
-    trainer.train()
-    rollout = keep.rollouts[0]
-    assert 0 < rollout.truncated.sum() < len(rollout)
-    assert not rollout.loss_mask[rollout.truncated].any()
-    assert torch.equal(rollout.loss_mask[~rollout.truncated], rollout.mask[~rollout.truncated])
-    assert rollout.rewards[rollout.truncated].abs().sum() > 0
-
-
-def test_rewards_add_up_to_score_minus_kl(make_trainer):
-    keep = Keep()
-    trainer = make_trainer({"missing_eos_penalty": 0.5, "kl_coef": 0.1}, model=tiny_model(seed=1), callbacks=[keep])
-    trainer.train()
-    rollout = keep.rollouts[1]
-    kl = (rollout.old_logprobs - rollout.ref_logprobs).where(rollout.mask, 0.0).sum(dim=1)
-    assert kl.abs().min() > 1e-3
-    assert_close(rollout.rewards.sum(dim=1), rollout.scores - 0.1 * kl)
-    texts = trainer.processing_class.batch_decode(
-        [ids[mask] for ids, mask in zip(rollout.completion_ids, rollout.mask, strict=True)], skip_special_tokens=True
-    )
-    assert_close(rollout.scores, torch.tensor(count_digits(texts)) - 0.5 * rollout.truncated)
 
 
 def test_training_never_changes_the_base(make_trainer, plain):

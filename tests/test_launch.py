@@ -1,7 +1,6 @@
 """accelerate launch with the shipped configurations: a model by its id, two processes, a checkpoint and a resume."""
 
 import json
-import re
 import subprocess
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from safetensors.torch import load_file
 
 from helpers.loopback_hub import LoopbackHub
 from helpers.processes import ROOT, run_python
-from helpers.runs import read_log
 from helpers.tiny import ragged_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
@@ -82,45 +80,3 @@ def test_a_model_by_id_trains_saves_and_resumes(hub, tmp_path, engine, critic, b
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert any(not torch.equal(weights(straight / "checkpoint-1")[name], tensor) for name, tensor in expected.items())
     assert json.loads((straight / "after_greedy_results.json").read_text())["after_greedy_reward"] >= 0
-
-
-def launch_lake(processes: int, folder: Path) -> tuple[dict[str, float], dict[str, float], str]:
-    """Play 16 games before and after a rollout of 16; return the results, the first log entry, and what is printed."""
-    flags = {"use_cpu": "true", "per_device_train_batch_size": str(8 // processes), "num_mini_batches": "2"}
-    flags |= {"max_steps": "4", "logging_steps": "1", "num_eval_games": "16", "output_dir": str(folder)}
-    run = run_python(
-        *("-m", "accelerate.commands.launch", "--config_file", "recipes/accelerate/ddp.yaml"),
-        *("--mixed_precision", "no", "--num_processes", processes, "--main_process_port", "0"),
-        *("recipes/lake/lake.py", "--config", "recipes/lake/lake.yaml"),
-        *(part for name, value in flags.items() for part in (f"--{name}", value)),
-        cwd=ROOT,
-        timeout=900,
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads((folder / "all_results.json").read_text()), read_log(folder)[0], run.stdout + run.stderr
-
-
-def test_two_processes_play_the_games_of_one(tmp_path):
-    """accelerate's own --cpu would start one process, whatever the number."""
-    results, first, _ = launch_lake(1, tmp_path / "one")
-    of_two, first_of_two, said = launch_lake(2, tmp_path / "two")
-    assert "16 completions (8 per process)" in said
-    assert of_two["before_sampled_return"] == pytest.approx(results["before_sampled_return"])
-    assert first_of_two["reward"] == pytest.approx(first["reward"])
-    assert first_of_two["reward_std"] == pytest.approx(first["reward_std"])
-    assert of_two["after_sampled_return"] != results["before_sampled_return"]
-    assert (tmp_path / "two/lake.png").is_file()
-
-
-def test_the_line_of_the_readme_survives_two_in_place_of_one(tmp_path):
-    (line,) = re.findall(r"(torchrun .*)", (ROOT / "README.md").read_text())
-    rows = (ROOT / "recipes/arithmetic/test.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "few.jsonl").write_text("".join(rows[:8]))
-    command = ["-m", "torch.distributed.run", *line.split()[1:]]
-    command[command.index("--nproc_per_node") + 1] = "2"
-    flags = ["--output_dir", str(tmp_path / "out"), "--test_file", str(tmp_path / "few.jsonl"), "--max_steps", "4"]
-    flags += ["--per_device_train_batch_size", "4", "--save_steps", "4"]
-    run = run_python(*command, *flags, cwd=ROOT, timeout=600)
-    assert run.returncode == 0, run.stderr
-    assert "16 completions (8 per process)" in run.stdout + run.stderr
-    assert (tmp_path / "out/checkpoint-4/rng_state_1.pth").is_file()

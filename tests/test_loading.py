@@ -40,9 +40,8 @@ def test_a_merged_and_saved_model_is_what_plain_peft_loads(make_trainer, tmp_pat
         assert torch.equal(plain(input_ids=ids).logits, trainer.model(input_ids=ids).logits)
 
 
-@pytest.mark.parametrize("critic", ["adapter", "shared", "loaded"])
-def test_arguments_for_loading_are_for_models_given_by_name(seen, make_trainer, critic):
-    make_trainer({"model_init_kwargs": {"revision": "v2"}}, critic=scorer() if critic == "loaded" else critic)
+def test_arguments_for_loading_are_for_models_given_by_name(seen, make_trainer):
+    make_trainer({"model_init_kwargs": {"revision": "v2"}}, critic=scorer())
     assert "are not used, because the models are loaded already" in seen.text
 
 
@@ -76,9 +75,7 @@ def hub(monkeypatch, tmp_path):
     return asked
 
 
-@pytest.mark.parametrize(
-    "spell", [Path, lambda name: f"~/{name}", lambda name: Path("~") / name], ids=["Path", "~", "Path of ~"]
-)
+@pytest.mark.parametrize("spell", [lambda name: f"~/{name}", lambda name: Path("~") / name], ids=["~", "Path of ~"])
 def test_folders_are_found_by_every_spelling(make_trainer, hub, tokenizer, tmp_path, monkeypatch, spell):
     monkeypatch.setenv("HOME", str(tmp_path))
     tiny_model().save_pretrained("base")
@@ -100,7 +97,7 @@ def test_folders_are_found_by_every_spelling(make_trainer, hub, tokenizer, tmp_p
         again.train()
 
 
-@pytest.mark.parametrize("name", ["base", "./base", "{}/base", "../{}/base"])
+@pytest.mark.parametrize("name", ["{}/base", "../{}/base"])
 def test_a_reward_adapter_knows_its_base_by_every_spelling(make_trainer, tokenizer, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     tiny_model().save_pretrained("base")
@@ -114,27 +111,12 @@ def test_a_reward_adapter_knows_its_base_by_every_spelling(make_trainer, tokeniz
         make_trainer(model="other", reward_funcs="reward")
 
 
-def test_a_folder_of_a_model_is_not_looked_for_on_the_hub(make_trainer, hub):
+def test_folders_of_parts_are_not_looked_for_on_the_hub(make_trainer, hub, tokenizer):
     tiny_model().save_pretrained("org/base")
-    make_trainer(model="org/base")
-    assert hub == []
-
-
-def test_a_folder_of_a_critic_is_not_looked_for_on_the_hub(make_trainer, hub):
-    scorer().save_pretrained("org/critic")
-    make_trainer(critic="org/critic")
-    assert hub == []
-
-
-def test_a_folder_of_a_reward_model_is_not_looked_for_on_the_hub(make_trainer, hub, tokenizer):
-    scorer().save_pretrained("org/reward")
+    for name in ("critic", "reward"):
+        scorer().save_pretrained(f"org/{name}")
     tokenizer.save_pretrained("org/reward")
-    make_trainer(reward_funcs="org/reward")
-    assert hub == []
-
-
-def test_a_folder_without_a_tokenizer_is_not_looked_for_on_the_hub(make_trainer, hub):
-    tiny_model().save_pretrained("org/base")
+    make_trainer(model="org/base", critic="org/critic", reward_funcs="org/reward")
     with pytest.raises(ValueError, match=r"tokenizer of model='org/base' cannot be loaded; .* in processing_class: "):
         make_trainer(model="org/base", processing_class=None)
     assert hub == []
@@ -158,12 +140,6 @@ def test_a_critic_is_looked_for_on_the_hub_at_the_models_revision_if_it_has_its_
     ):
         make_trainer(fields, model=model, critic="org/absent")
     assert asked == [("org/absent", "critic/critic_config.json", revision, "kept")]
-
-
-def test_what_is_no_folder_is_looked_for_on_the_hub(make_trainer, hub):
-    with pytest.raises(ValueError, match="model='org/absent' cannot be loaded"):
-        make_trainer(model="org/absent")
-    assert hub == [("org/absent", "adapter_config.json")]
 
 
 def test_a_critic_whose_vocabulary_is_padded_less_than_the_actors_reads_the_completions(make_trainer):
@@ -207,11 +183,8 @@ def test_a_critic_needs_the_tokenizers_ids_and_a_reference_all_of_the_actors(mak
     ("name", "targets"),
     [
         ("mamba", {"in_proj"}),
-        ("falcon_mamba", {"in_proj"}),
-        ("mamba2", {"in_proj"}),
         ("nemotron_h", {"in_proj", "q_proj", "k_proj", "v_proj", "o_proj"}),
         ("falcon_h1", {"in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
-        ("bamba", {"in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
         ("llama4_text", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),  # no router
         ("falcon", {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}),  # linear layers of its own class
     ],

@@ -10,8 +10,6 @@ import torch
 from transformers import TrainerCallback
 
 from helpers.runs import read_log
-from hfppo import HealthCallback
-from hfppo.reporting.progress import short_cells
 from hfppo.support.log_entries import numbers_of, plain_entry
 
 ODD = {
@@ -83,28 +81,3 @@ def test_odd_values_of_metrics_and_logs_end_no_run(make_trainer, dataset):
     evaluation = next(entry for entry in history if "eval_text" in entry)
     assert evaluation["eval_7"] == 0.25
     assert evaluation["eval_0"] == "an integer key"
-
-
-def test_each_log_is_read_once_however_long_the_run(make_trainer):
-    """A run of n logs reads n entries, not n²/2; a resumed one begins with the first value of its history."""
-    trainer = make_trainer()
-
-    class Counted(dict):
-        reads = 0
-
-        def items(self):
-            Counted.reads += 1
-            return super().items()
-
-    callback, state = HealthCallback(), trainer.state
-    state.log_history = [Counted(step=step, kl=float(step)) for step in range(1, 5)]
-    callback.on_train_begin(trainer.args, state, trainer.control)
-    for step in range(5, 205):
-        state.log_history.append(Counted(step=step, kl=0.1, new="text"))
-        callback.on_log(trainer.args, state, trainer.control)
-    assert Counted.reads == len(state.log_history)
-    assert callback._first["kl"] == 1.0
-
-
-def test_the_line_of_a_log_has_its_numbers():
-    assert short_cells({"reward": "text", "kl": None, "policy/entropy": np.float32(0.5)}) == {"entropy": "0.500"}

@@ -1,16 +1,12 @@
 """An optimiser of the user's own is followed as the trainer's is."""
 
-import inspect
-
 import pytest
 import torch
 from torch.nn.utils import parameters_to_vector
-from trl import GRPOTrainer
 
 from helpers.runs import SMALL, count_digits, stops_at_kl
 from helpers.tiny import LORA, tiny_model
 from hfppo import PPOConfig, PPOTrainer
-from hfppo.callbacks import TrainerHooks
 from hfppo.learn.optimizer import present_rate
 from hfppo.learn.run import Run
 
@@ -77,25 +73,10 @@ def test_a_scaled_rate_is_back_to_the_bit_after_its_step(make_trainer):
     assert [group["lr"] for group in groups] == before
 
 
-def test_hooks_are_not_doubled_by_a_second_run(make_trainer):
-    steps = []
-    trainer = make_trainer({"max_steps": 2})
-    (hooks,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, TrainerHooks)]
-    hooks.after = lambda: steps.append(1)
-    trainer.train()
-    trainer.train()
-    assert len(steps) == 4
-
-
 def test_the_rate_of_an_optimizer_without_the_critics_own_tensors_is_that_of_the_last_group():
     first, last = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
     optimizer = torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": [last], "lr": 0.2}])
     assert present_rate(optimizer, [torch.nn.Parameter(torch.zeros(1))], -1) == 0.2
-
-
-def test_the_argument_is_grpotrainers():
-    own, other = (inspect.signature(owner).parameters["quantization_config"] for owner in (PPOTrainer, GRPOTrainer))
-    assert own.default == other.default
 
 
 def test_an_optimizer_as_argument_is_refused_with_the_way_to_bring_one(make_trainer):

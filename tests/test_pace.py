@@ -37,8 +37,8 @@ from helpers.processes import HELPERS, TWO_PROCESSES, environment
 from hfppo import TextEnvironment
 from hfppo.environments import episodes
 from hfppo.generation.generate import TransformersSampler
-from hfppo.support import background, calls
-from hfppo.support.calls import Threads, call_once, event_loop, finish_within, wait_for
+from hfppo.support import background
+from hfppo.support.calls import event_loop
 
 FAR = 60  # seconds that no test waits
 
@@ -80,18 +80,6 @@ def test_tools_of_all_episodes_run_at_once(play, timeout):
     tools, config = [tool(lambda number: str(barrier.wait(FAR) < 4))], {"tool_timeout": timeout}
     played = play(*scripts([0], [1], [2], [3]), tools=tools, config=config, count=None)
     assert [played.said(row=row) for row in range(4)] == [["True"]] * 4
-
-
-def test_async_tools_of_all_episodes_run_in_one_event_loop(play):
-    """Those of one turn, too."""
-    everybody = asyncio.Barrier(8)
-
-    async def body(number):
-        return str(await asyncio.wait_for(everybody.wait(), FAR) < 8)
-
-    turn = call("use", number=1) + call("use", number=2)
-    played = play([turn, "a"], tools=[tool(body, asynchronous=True)], count=None)
-    assert [played.said(row=row) for row in range(4)] == [["True"] * 2] * 4
 
 
 @pytest.mark.parametrize("method", ["reset", "step", "get_reward"])
@@ -138,25 +126,6 @@ def test_calls_of_a_turn_follow_each_other_and_an_instance_has_one_thread_at_a_t
     for instance in instances:
         own = [(what, number) for what, of, number in seen if of == instance]
         assert own == [(what, number) for number in range(3) for what in ("in", "out")]
-
-
-def test_more_calls_than_threads_wait_for_one(monkeypatch):
-    monkeypatch.setattr(calls, "MOST_THREADS", 2)
-    running, most = [], []
-
-    def count():
-        running.append(1)
-        most.append(len(running))
-        time.sleep(0.002)
-        running.pop()
-
-    async def count_all():
-        with Threads() as threads:
-            await asyncio.gather(*(threads.call(count, None, "") for _ in range(8)))
-
-    wait_for(count_all)
-    assert len(most) == 8
-    assert max(most) == 2
 
 
 # What waits for what
@@ -363,12 +332,6 @@ def test_ctrl_c_ends_the_run_while_a_tool_runs(play, end, asynchronous):
     assert returned == []
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
-def test_an_environment_that_exits_ends_the_run(play, error):
-    with pytest.raises(type(error)):
-        play(["a"], environment_factory=type("Odd", (Counting,), {"step": partial(fail, error)}), count=2)
-
-
 @pytest.mark.parametrize("swallows", [False, True])
 def test_a_tool_that_hangs_holds_nobody_up(play, end, swallows):
     """Neither the next call of its turn nor another episode, even if it catches whatever is raised."""
@@ -387,36 +350,6 @@ def test_a_tool_that_hangs_holds_nobody_up(play, end, swallows):
     assert (others, played.said(row=1)) == (["3", "1"], ["1", "1"])
     assert [played.roles(row) for row in range(2)] == ["attata", "atata"]
     assert played.metrics["tools/timeout_frac"] == 0.2
-
-
-def test_a_time_limit_ends_python_code_in_any_thread_and_shows_its_line():
-    found = []
-
-    def loop():
-        while True:
-            time.sleep(0.001)
-
-    def limited():
-        with pytest.raises(TimeoutError, match="late") as error:
-            finish_within(0.05, "late", loop)
-        found.extend(error.value.__notes__)
-
-    thread = threading.Thread(target=limited)
-    thread.start()
-    thread.join(FAR)
-    assert "in loop" in found[0]
-
-
-@pytest.mark.parametrize("seconds", [FAR, None])
-def test_a_call_from_a_coroutine_gives_its_value_or_its_own_error(seconds):
-    assert wait_for(partial(call_once, lambda: 7, seconds, "late")) == 7
-    for error in (TimeoutError("its own"), KeyError("its own"), SystemExit("its own")):
-        with pytest.raises(type(error), match="its own"):
-            wait_for(partial(call_once, partial(fail, error), seconds, "late"))
-
-
-def fail(error, *_):
-    raise error
 
 
 # Random numbers

@@ -4,7 +4,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModelForTokenClassification
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForTokenClassification, PreTrainedTokenizerFast, set_seed
 
 from helpers.agents import Doors
@@ -104,24 +104,6 @@ def test_with_another_tokenizer_a_reward_goes_to_the_token_that_writes_its_last_
     each = [right(model, "问" + WRITTEN[: n + 1]) for n in range(len(WRITTEN))]
     expected = [sum(each[:2]), sum(each[2:5]), sum(each[5:7]), sum(each[7:]), 0]
     assert rewards_of(tokens, policy, ids, "问", (6,)) == pytest.approx(expected, abs=1e-5)
-
-
-def test_two_steps_that_one_token_ends_add_up():
-    policy, model = policy_of("1+1，2，", "等于3"), judge()
-    first, second, third = after_steps(model, "")
-    assert rewards_of(comma_model(model), policy, [2, 3]) == pytest.approx([first + second, third], abs=1e-5)
-
-
-def test_of_a_character_on_several_tokens_the_last_one_gets_the_reward():
-    """Byte-level tokens, as of GPT-2: each of these characters but the digits has three bytes."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE({byte: i for i, byte in enumerate(alphabet)}, merges=[]))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    policy, model = PreTrainedTokenizerFast(tokenizer_object=made), judge()
-    ids = policy(WRITTEN)["input_ids"]
-    assert ids[3:6] == ids[7:10], "the bytes of the commas"
-    expected = at((5, 9, len(ids) - 1), after_steps(model, ""), len(ids))
-    assert rewards_of(comma_model(model), policy, ids) == expected
 
 
 def test_bytes_that_are_no_characters_end_no_run():

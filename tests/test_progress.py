@@ -59,14 +59,6 @@ def test_there_is_one_bar_and_a_users_own_comes_first(make_trainer, callbacks, d
     assert [type(c) for c in trainer.callback_handler.callbacks if type(c) in BARS] == [shown]
 
 
-@pytest.mark.parametrize("disabled", [True, False])
-def test_without_a_bar_nothing_shows(make_trainer, terminal, disabled):
-    trainer = make_trainer({"disable_tqdm": disabled, "max_steps": 1})
-    trainer.remove_callback(RunProgress)
-    trainer.train()
-    assert terminal.getvalue() == ""
-
-
 def test_a_terminal_gets_a_bar_up_to_the_last_step_and_a_line_per_log(make_trainer, terminal, every_step, capsys):
     make_trainer(FOUR_STEPS).train()
     shown = terminal.getvalue()
@@ -95,13 +87,6 @@ def test_a_resumed_run_says_first_where_it_begins(make_trainer, terminal, every_
         assert "resumed" not in "".join(others)
         steps = [int(n) for n in re.findall(r"step (\d)/6", terminal.getvalue())]
         assert [min(steps, default=None), max(steps, default=None)] == ([None, None] if disabled else [2, 6])
-
-
-def test_only_the_main_process_says_where_a_run_begins(terminal):
-    for is_main in (False, True):
-        assert terminal.getvalue() == ""
-        progress.show_resume("out/checkpoint-2", 1, TrainerState(is_world_process_zero=is_main))
-    assert terminal.getvalue() == "resumed from out/checkpoint-2, rollout 1, step 0 of 0\n"
 
 
 def test_a_log_file_gets_plain_lines(make_trainer, capfd, monkeypatch):
@@ -156,16 +141,6 @@ def test_the_sampler_tells_how_much_is_done(make_trainer, terminal, every_step):
     trainer.collector.sampler.on_progress = shown
     trainer.train()
     assert f"rollout generation {5 / 8 / 6:.0%} [" in terminal.getvalue()
-
-
-def test_a_reward_function_that_fails_ends_its_phases(make_trainer, terminal):
-    def fails(completions, **kwargs):
-        raise RuntimeError("mine")
-
-    trainer = make_trainer(FOUR_STEPS, reward_funcs=fails)
-    with pytest.raises(RuntimeError, match="mine"):
-        trainer.train()
-    assert trainer._progress._phases == []
 
 
 def test_other_processes_print_nothing(make_trainer, terminal, capsys):

@@ -7,12 +7,7 @@ import pytest
 import torch
 from datasets import load_dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
 
 from helpers.runs import digest, frozen_tensors
 from hfppo import PPOConfig, PPOTrainer

@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from build_arithmetic_base import character_tokenizer
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
-from helpers.runs import SMALL, count_digits, final_state, logs, stops_at_kl, trained_state
-from helpers.tiny import LORA
-from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer
+from helpers.runs import count_digits, final_state, logs, small_trainer, stops_at_kl
+from hfppo import AdaptiveKLCallback, PPOTrainer
 from hfppo.functional import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
@@ -136,14 +134,7 @@ def trainer_of(number: int, folder: Path, **changed: Any) -> PPOTrainer:
     set_seed(1)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **SHAPE, **ARCHITECTURES[name]))
     model.generation_config.eos_token_id = list(range(1, 8))  # so that completions end early
-    return PPOTrainer(
-        model=model,
-        args=PPOConfig(output_dir=str(folder), **{**SMALL, **fields, **changed}),
-        train_dataset=ROWS,
-        processing_class=character_tokenizer(),
-        peft_config=LORA,
-        **arguments,
-    )
+    return small_trainer(folder, {**fields, **changed}, model=model, train_dataset=ROWS, **arguments)
 
 
 @numbered
@@ -158,24 +149,3 @@ def test_a_resumed_run_is_the_straight_one(number, tmp_path):
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
     assert resumed.ppo_state == straight.ppo_state
     assert json.dumps(logs(resumed), sort_keys=True) == json.dumps(logs(straight), sort_keys=True)  # some are NaN
-
-
-@numbered
-def test_no_cut_into_micro_batches_changes_a_step(number, tmp_path):
-    fields, _ = drawn(number)
-    rows = SMALL["per_device_train_batch_size"] * fields["gradient_accumulation_steps"]
-    plain = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "weight_decay": 0.0, "critic_warmup": 0}
-    # Two steps on one rollout: in another one rounding might draw other tokens, or leave other ones out of a band.
-    plain |= {"max_steps": 2, "num_ppo_epochs": 2, "max_tokens_per_micro_batch": None}
-    cuts = {"whole": (rows, 1), "rows": (1, rows)}
-    trainers = [
-        trainer_of(number, tmp_path / name, **plain, per_device_train_batch_size=a, gradient_accumulation_steps=b)
-        for name, (a, b) in cuts.items()
-    ]
-    before = {name: weight.clone() for name, weight in trained_state(trainers[0].model).items()}
-    for trainer in trainers:
-        trainer.train()
-    whole, by_row = (trained_state(trainer.model) for trainer in trainers)
-    moved = {name: float((weight - before[name]).abs().max()) for name, weight in whole.items()}
-    apart = {name: float((weight - by_row[name]).abs().max()) for name, weight in whole.items()}
-    assert {name: far for name, far in apart.items() if far > 1e-3 * moved[name] + 1e-6} == {}

@@ -14,9 +14,7 @@ from transformers import EvalPrediction
 
 from helpers import fake_reasoning_gym
 from helpers.processes import environment
-from helpers.recipes import RECIPES, run_copy
-from hfppo import PPOConfig
-from hfppo.cli import PPOParser
+from helpers.recipes import run_copy
 
 MIXTURE = {"datasets": [{"name": "sums", "weight": 3, "config": {"largest": 50}}, {"name": "letters"}]}
 
@@ -120,13 +118,11 @@ def test_a_mixture_scores_each_answer_by_its_own_task(tasks):
     ("pattern", "completion", "wanted"),
     [
         (None, " 7.\n", "7."),
-        (None, "", ""),
         (r"-?\d+", "2 + 5 = 7", "7"),
         (r"-?\d+", "It is -4, I think.", "-4"),
         (r"-?\d+", "seven", None),
         (r"(?s)<answer>(.*?)</answer>", "<answer>5</answer> no, <answer>\n 7 </answer>", "7"),
         (r"(?s)<answer>(.*?)</answer>", "<answer>7", None),
-        (r"a(b)?", "a", None),
     ],
 )
 def test_where_the_answer_is_found(tasks, pattern, completion, wanted):
@@ -167,11 +163,9 @@ def mixture(part: dict) -> dict:
         ({"task_config": '{"largst": 3}'}, "task='sums' cannot be made with task_config={'largst': 3}: .*largst"),
         ({"task_config": {"largest": 0}}, "task_config={'largest': 0}: largest must be positive"),
         ({"task_config": '{"largest": '}, "task_config='{\"largest\": ' is not JSON"),
-        ({"task_config": "[3]"}, r"task_config='\[3\]' must map names to values"),
         ({"task_config": '{"seed": 3}'}, "task_config sets seed, which would be the same for training and test; set "),
         (mixture({"name": "sums", "config": {"size": 3}}), "task_config sets size"),
         ({"task": "composite"}, "task='composite' cannot be made with .*at least one dataset"),
-        (mixture({"nam": "sums"}), "task='composite' cannot be made with .*nam"),
         ({"test_seed": 2048}, "train_seed=0 and test_seed=2048 would draw the same questions; set them at least 2049"),
         ({"answer_pattern": "(7"}, r"answer_pattern='\(7' is not a regular expression: missing \)"),
         ({"task_config": {"largest": 1}}, "num_test_questions=96 holds out every question that task='sums' has drawn"),
@@ -180,18 +174,6 @@ def mixture(part: dict) -> dict:
 def test_wrong_arguments_are_refused_by_name(tasks, given, wanted):
     with pytest.raises(ValueError, match=wanted):
         tasks.draw_questions(tasks.ReasoningArguments(**{"task": "sums", **given}))
-
-
-def test_the_yaml_has_the_sizes_it_speaks_of(reasoning, tasks):
-    parser = PPOParser((reasoning.ReasoningArguments, PPOConfig, reasoning.ReasoningActor))
-    flags = ["--config", str(RECIPES / "reasoning/reasoning.yaml"), "--use_cpu", "true"]
-    script_args, args, model_args = parser.parse_args_and_config(flags)
-    assert script_args.task_config == {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-    assert tasks.find_answer("5 - 9 is -4.", script_args.answer_pattern) == "-4"
-    assert (args.rollout_size_per_process, args.num_generations) == (64, 4)
-    assert args.max_steps == 40 * args.updates_per_rollout == 160
-    assert args.save_steps % args.updates_per_rollout == args.logging_steps % args.updates_per_rollout == 0
-    assert model_args.model_name_or_path == "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def test_without_reasoning_gym_the_error_names_what_to_install(monkeypatch):

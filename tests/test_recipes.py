@@ -1,9 +1,7 @@
 """Recipes run from copies of their own files, resume, and refuse bad input by name."""
 
 import json
-import runpy
 import shutil
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -88,52 +86,11 @@ def test_the_yaml_file_of_ppo_names_functions_and_files_of_a_clone():
         assert callable(getattr(arithmetic, function))
 
 
-@pytest.mark.parametrize(
-    ("flags", "wanted"),
-    [
-        (["--kl_estimator", "k7"], "kl_estimator='k7' is unknown; choose from k1, "),
-        (["--critic", "shred"], "critic='shred' is not 'adapter', 'shared'"),
-        (["--model_name_or_path", "/no/such"], "model='/no/such' cannot be loaded"),
-    ],
-)
-def test_typos_are_refused_by_name(tmp_path, capsys, flags, wanted):
-    with pytest.raises((SystemExit, ValueError, OSError)) as error:
-        run_copy("arithmetic/arithmetic.py", tmp_path, *flags)
-    assert wanted in str(error.value) + capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    "script",
-    [
-        *("arithmetic/build_arithmetic_base", "gsm8k/build_tiny_base", "lake/build_lake_base"),
-        *("sentiment/build_sentiment", "build_smollm2"),
-    ],
-)
-def test_a_flag_goes_by_its_whole_name_only(monkeypatch, script):
-    """argparse takes the beginning of a name for it."""
-    monkeypatch.setattr(sys, "argv", [script, "--output", "x"])
-    with pytest.raises(ValueError, match=r"not used.*--output"):
-        runpy.run_path(str(RECIPES / f"{script}.py"), run_name="__main__")
-
-
 def test_only_small_models_have_one_thread():
     for path in RECIPES.rglob("*.py"):
         for before, line in pairwise(path.read_text().splitlines()):
             if "set_num_threads" in line and not path.name.startswith(("build_", "ppo_in_one_file")):
                 assert "trainer.model.parameters()) < 10**7:" in before, path
-
-
-def test_the_shipped_files_keep_the_pairs_of_numbers_apart():
-    """In either order."""
-
-    def pairs(name: str) -> set[frozenset]:
-        rows = [json.loads(line) for line in (SHIPPED / name).read_text().splitlines()]
-        return {frozenset(r["prompt"].removeprefix("请问").split("=")[0].split("+")) for r in rows}
-
-    train, test = pairs("train.jsonl"), pairs("test.jsonl")
-    assert len(test) > 100
-    assert not train & test
 
 
 def test_building_the_base_in_small(tmp_path):

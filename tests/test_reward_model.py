@@ -39,14 +39,6 @@ def test_score_is_that_of_the_text_alone(padding_side, pad_token, batch_size):
     assert_close(torch.tensor(reward.score(TEXTS)), torch.tensor(expected), rtol=1e-5, atol=1e-5)
 
 
-def test_score_is_that_of_transformers_where_padding_is_no_eos():
-    model, tokenizer = scorer(pad_token_id=1).eval(), other_tokenizer("right", "<void>")
-    batch = tokenizer(TEXTS, padding=True, return_tensors="pt", return_token_type_ids=False)
-    with torch.no_grad():
-        expected = model(**batch).logits[:, 0]
-    assert_close(torch.tensor(RewardModel(model, tokenizer).score(TEXTS)), expected, rtol=1e-5, atol=1e-5)
-
-
 def test_trainer_gives_it_prompt_completion_and_eos(make_trainer, tmp_path):
     model, tokenizer = scorer(), other_tokenizer("left", "<void>")
     model.save_pretrained(tmp_path / "scorer")
@@ -179,38 +171,6 @@ def test_a_reward_model_goes_to_the_trainers_device(tmp_path, given, at, trainer
     (reward,) = load_reward_funcs(funcs[given], own, "base", torch.device(trainers))
     reward.score([])
     assert {x.device.type for x in (*reward.model.parameters(), *reward.model.buffers())} == {expected}
-
-
-def test_a_reward_model_that_accelerate_has_placed_stays_there():
-    """It may be spread over several devices."""
-    reward = RewardModel(scorer(), other_tokenizer("right", "<void>"))
-    reward.model.hf_device_map = {"model.embed_tokens": "meta", "": "cpu"}
-    reward.model.get_input_embeddings().to("meta")
-    with pytest.raises(RuntimeError):  # for accelerate's hooks, which move the states along, are not there
-        reward.score(TEXTS)
-    assert reward.model.score.weight.device.type == "cpu"
-
-
-@pytest.mark.parametrize("wrapper", [str, TolerantReward])
-def test_the_output_folder_is_not_the_reward_model(make_trainer, tmp_path, wrapper):
-    scorer().save_pretrained(tmp_path / "out")
-    other_tokenizer("right", "<void>").save_pretrained(tmp_path / "out")
-    trainer = make_trainer(reward_funcs=wrapper(str(tmp_path / "out")))
-    with pytest.raises(ValueError, match=r"^reward_funcs=.* is in output_dir="):
-        trainer.train()
-
-
-def test_functions_and_models_mix_by_weight(make_trainer):
-    model, tokenizer = scorer(), other_tokenizer("right", "<void>")
-    trainer = make_trainer(
-        {"max_steps": 1, "reward_weights": [2.0, 0.5], "kl_coef": 0.0},
-        reward_funcs=[count_digits, model],
-        reward_processing_classes=[None, tokenizer],
-    )
-    trainer.train()
-    log = trainer.state.log_history[0]
-    name = next(key for key in log if key.startswith("rewards/Llama"))
-    assert log["reward"] == pytest.approx(2 * log["rewards/count_digits/mean"] + 0.5 * log[name], rel=1e-5)
 
 
 def test_adapter_on_the_actors_base_scores_like_the_merged_model_and_costs_itself(

@@ -15,9 +15,9 @@ from datasets import Dataset
 from torch.testing import assert_close
 
 import hfppo.collect.collector
-from helpers.scripted import SIGNS, always, answering, first_rollout, score
+from helpers.scripted import always, answering, first_rollout, score
 from helpers.tiny import other_tokenizer, scorer, tiny_model
-from hfppo import PPOCallback, TolerantReward
+from hfppo import TolerantReward
 from hfppo.rewards.functions import RewardFunctions
 from hfppo.rewards.model import RewardModel
 
@@ -69,38 +69,6 @@ def test_the_call(make_trainer, prompts, sampled, columns, given):
     assert kwargs == {name: value for name, value in expected.items() if value is not None}
 
 
-def test_real_samples_reach_the_function_as_the_rollout_holds_them(make_trainer):
-    seen = {}
-
-    def reward(completions, completion_ids, **kwargs):
-        seen.update(texts=completions, ids=completion_ids)
-        return zeros(completions)
-
-    trainer = make_trainer({"max_completion_length": 12, "local_rollout_forward_batch_size": 5}, reward_funcs=reward)
-    rollout = trainer.rollout([f"{a}+{b}=" for a in range(6) for b in range(4)])
-    ended = [ids[-1] == 1 for ids in seen["ids"]]
-    assert any(ended)
-    assert not all(ended)
-    for i, ids in enumerate(seen["ids"]):
-        length = int(rollout.mask[i].sum())
-        assert ids == rollout.completion_ids[i, :length].tolist()
-        assert 1 not in ids[:-1]
-        assert ended[i] is not bool(rollout.truncated[i])
-        assert seen["texts"][i] == "".join(sign for number in ids for sign in SIGNS if SIGNS[sign] == number > 1)
-
-
-def test_training_rows_reach_the_function_with_their_own_columns(make_trainer, dataset):
-    pairs = set()
-
-    def reward(prompts, answer, **kwargs):
-        pairs.update(zip(prompts, answer, strict=True))
-        return zeros(prompts)
-
-    make_trainer(reward_funcs=reward).train()
-    assert len(pairs) == 16  # two rollouts of 8
-    assert pairs == {(row["prompt"], row["answer"]) for row in dataset}
-
-
 def test_log_extra_and_log_metric():
     def first(completions, log_extra, log_metric, **kwargs):
         log_extra("length", [len(c) for c in completions])
@@ -133,8 +101,6 @@ def test_columns_of_one_name_are_told_apart():
     ("called", "name", "value", "error", "said"),
     [
         ("log_metric", "share", None, TypeError, "passed None to log_metric as 'share'"),
-        ("log_metric", "share", "a", TypeError, "passed 'a' to log_metric as 'share'"),
-        ("log_extra", "why", None, TypeError, "passed None to log_extra as 'why'"),
         ("log_extra", "why", "abc", TypeError, "passed 'abc' to log_extra as 'why'"),
         ("log_extra", "why", ["a", "b"], ValueError, "2 values for 3 completions to log_extra as 'why'; pass one"),
     ],
@@ -175,33 +141,16 @@ def test_scores_add_up_by_weight_and_none_leaves_a_function_out(funcs, weights, 
     "output",
     [
         [0.5, 1, True],
-        (0.5, 1.0, 1.0),
-        torch.tensor([0.5, 1.0, 1.0]),
         torch.tensor([[0.5], [1.0], [1.0]]),  # as a model's logits
         np.array([[0.5], [1.0], [1.0]]),
         [np.float32(0.5), np.int64(1), np.float64(1.0)],
-        list(torch.tensor([0.5, 1.0, 1.0])),
         [np.array(0.5), np.array([1.0]), np.bool_(True)],
-        np.array([0.5, 1.0, 1.0]),
         pd.Series([0.5, 1.0, 1.0], index=[7, 7, 9]),
         pd.Series([0.5, 1, True], dtype=object),
     ],
 )
 def test_kinds_of_numbers(output):
     assert score(lambda **kwargs: output).of("score") == [0.5, 1.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("value", "error", "said"),
-    [
-        (10**400, OverflowError, "int too large to convert to float"),  # for float64
-        (10**39, ValueError, "'constant', row 1: 1e\\+39 is not finite; return None to skip a row"),  # for float32
-    ],
-    ids=["for float64", "for float32"],
-)
-def test_an_int_too_large_for_a_float_is_refused(value, error, said):
-    with pytest.raises(error, match=said):
-        score(always(1.0, value, 1.0))
 
 
 def test_an_unscorable_completion_counts_in_no_metric(make_trainer):
@@ -217,21 +166,16 @@ def test_an_unscorable_completion_counts_in_no_metric(make_trainer):
     assert trainer.state.log_history[0].items() >= expected.items()
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_rewards_compute_in_their_own_type_whatever_the_models_do(make_trainer, dataset, tokenizer, is_async):
+def test_rewards_compute_in_their_own_type_whatever_the_models_do(make_trainer, dataset, tokenizer):
     seen, in_model, in_update = [], [], []
 
     def multiply(completions, **kwargs):
         seen.append((torch.ones(1, 1) @ torch.ones(1, 1)).dtype)
         return [1.0] * len(completions)
 
-    async def multiply_later(completions, **kwargs):
-        return multiply(completions)
-
     judge = RewardModel(scorer(), tokenizer)
-    funcs = [multiply_later if is_async else multiply, judge]
     config = {"max_steps": 1, "bf16": True, "use_cpu": True}
-    trainer = make_trainer(config, reward_funcs=funcs, eval_dataset=dataset.select(range(2)))
+    trainer = make_trainer(config, reward_funcs=[multiply, judge], eval_dataset=dataset.select(range(2)))
     judge.model.model.layers[0].mlp.register_forward_hook(lambda _, given, output: in_model.append(output.dtype))
     trainer.model.causal_lm.lm_head.register_forward_hook(lambda _, given, output: in_update.append(output.dtype))
     trainer.train()
@@ -247,51 +191,6 @@ def test_a_compiled_function_without_a_signature_is_a_reward_function(make_train
     make_trainer(reward_funcs=dict)
 
 
-def test_a_rollout_without_any_score_changes_no_weight(make_trainer):
-    trainer = make_trainer({"max_steps": 4, "weight_decay": 0.0}, reward_funcs=always(*[None] * 8))
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    trainer.train()
-    assert trainer.state.log_history[0]["unscorable_frac"] == 1.0
-    assert all(math.isfinite(logs["loss"]) for logs in trainer.state.log_history[:4])
-    assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
-
-
-@pytest.mark.parametrize(
-    ("config", "expected", "within"),
-    [
-        # Values are 0, so every token's advantage is the score: a variance of 1 without or 6/5 with Bessel's.
-        pytest.param({"lam": 1.0}, [-1.0, 1.0], 0.1, id="whitening"),
-        pytest.param({"advantage_estimator": "rloo"}, [-2.0, 2.0], 1e-5, id="rloo"),  # 5 − 7, 7 − 5
-        pytest.param({"advantage_estimator": "grpo"}, [-1.0, 1.0], 1e-5, id="grpo"),  # 5 − 6, 7 − 6
-        pytest.param({"advantage_estimator": "opo"}, [-1.0, 1.0], 1e-5, id="opo"),  # the same: lengths are equal
-    ],
-)
-def test_an_unscorable_completion_shifts_neither_the_whitening_nor_its_groups_baseline(
-    make_trainer, config, expected, within
-):
-    """Its score of 0 is a placeholder, no result."""
-    config = {"per_device_train_batch_size": 4, "num_mini_batches": 1, "kl_coef": 0.0, **config}
-    if "advantage_estimator" in config:
-        config |= {"num_generations": 4, "whiten_advantages": False, "scale_rewards": "none"}
-    trainer = answering(make_trainer(config, reward_funcs=always(5.0, None, 7.0, None)), "12.")
-    advantages = first_rollout(trainer).advantages
-    assert_close(advantages[0], -advantages[2])
-    assert_close(advantages[::2, 0], torch.tensor(expected), rtol=0, atol=within)
-
-
-@pytest.mark.parametrize("estimator", ["reinforce_plus_plus_baseline", "grpo", "rloo", "opo"])
-def test_whitening_leaves_a_completion_without_a_scored_partner_at_zero(make_trainer, estimator):
-    config = {
-        **{"per_device_train_batch_size": 8, "num_mini_batches": 1, "num_generations": 2, "kl_coef": 0.0},
-        **{"advantage_estimator": estimator, "whiten_advantages": True},
-    }
-    scores = [9.0, None, 1.0, 2.0, 1.0, 4.0, 1.0, 2.0]
-    rollout = first_rollout(answering(make_trainer(config, reward_funcs=always(*scores)), "1.", "2.", "3.", "123."))
-    assert rollout.advantages[:2].count_nonzero() == 0
-    others = rollout.advantages[2:][rollout.mask[2:]]
-    assert (others.mean().item(), others.square().mean().item()) == (pytest.approx(0, abs=1e-6), pytest.approx(1))
-
-
 def by_token(*rewards):
     """A reward function with a reward for each token."""
 
@@ -302,27 +201,15 @@ def by_token(*rewards):
 
 
 MIXED = [by_token([0.5, -1.0], None, [1.0, 2.0]), always(10.0, 20.0, None), by_token(1.0, [3.0, 0, 0, 0], None)]
-# Reward functions, fields, completions; rewards, None for a completion that is out of the losses, and scores.
+# Reward functions, fields, completions; rewards, and scores.
 PLACED = {
-    "scores": (always(2.0, 3.0), {}, ("1.", "123."), [[0, 2.0, 0, 0], [0, 0, 0, 3.0]], [2.0, 3.0]),
     "by token": (by_token([0.5, -1], [1, 2, 3, 4]), {}, ("1.", "123."), [[0.5, -1, 0, 0], [1, 2, 3, 4]], [-0.5, 10.0]),
-    "tensors": (by_token(torch.tensor([0.0, 1.0, 2.0])), {}, ("12.",), [[0.0, 1.0, 2.0]], [3.0]),
     "arrays": (by_token(np.array([0.0, 1.0, 2.0])), {}, ("12.",), [[0.0, 1.0, 2.0]], [3.0]),
-    "series": (by_token(pd.Series([0.0, 1.0, 2.0])), {}, ("12.",), [[0.0, 1.0, 2.0]], [3.0]),
     "mixed": (
         *(MIXED, {"reward_weights": [2.0, 1.0, 0.5]}, ("1.", "123.", "2.")),
         # 2·0.5, 2·(−1) + 10 + 0.5·1; 0.5·3, 20; 2·1, 2·2
         *([[1.0, 8.5, 0, 0], [1.5, 0, 0, 20.0], [2.0, 4.0, 0, 0]], [9.5, 21.5, 6.0]),
     ),
-    "weight 0 only logs": (
-        *([always(1.0, 2.0), by_token([5.0, 6.0], [7.0, 8.0])], {"reward_weights": [1.0, 0.0]}, ("1.",)),
-        *([[0, 1.0], [0, 2.0]], [1.0, 2.0]),
-    ),
-    "penalty on the last token": (
-        *(by_token([4.0, 1.0, 0.0], [1.0, 1.0, 1.0]), {"missing_eos_penalty": 0.5}, ("12.", "123")),
-        *([[4.0, 1.0, 0.0], [1.0, 1.0, 0.5]], [5.0, 2.5]),  # 3 − 0.5, cut by the length limit
-    ),
-    "unscorable": ([always(1.0, None), always(None, None)], {}, ("12.",), [[0, 0, 1.0], None], [1.0, 0.0]),
 }
 
 
@@ -330,11 +217,9 @@ PLACED = {
 def test_rewards_stand_on_their_tokens_and_scores_on_the_last(make_trainer, funcs, config, sampled, rewards, scores):
     trainer = answering(make_trainer({"kl_coef": 0.0, **config}, reward_funcs=funcs), *sampled)
     rollout = trainer.rollout(["1="] * len(scores))
-    scored = torch.tensor([row is not None for row in rewards])
     assert rollout.scores.tolist() == scores
-    assert rollout.rewards.tolist() == [row or [0.0] * 3 for row in rewards]
-    assert rollout.mask.any(dim=1).all()
-    assert rollout.loss_mask.equal(rollout.mask & scored[:, None])
+    assert rollout.rewards.tolist() == rewards
+    assert rollout.loss_mask.equal(rollout.mask)
 
 
 class Length:
@@ -349,27 +234,6 @@ class Length:
 
 def count(completions, of, **kwargs):
     return [float(text.count(of)) for text in completions]
-
-
-class OwnBatches(Length):
-    """A user's class, with a method of a name that the package uses."""
-
-    def score_batch(self, texts, batch_size=8):
-        raise AssertionError("not part of the contract")
-
-
-@pytest.mark.parametrize("wrap", [lambda func: func, functools.partial, TolerantReward])
-def test_a_users_method_score_batch_is_not_called(make_trainer, wrap):
-    func = wrap(OwnBatches())
-    assert score(func).of("score") == [2.0, 1.0, 0.0]
-    assert make_trainer(reward_funcs=func).collector.rewards.names == ["OwnBatches"]
-
-
-@pytest.mark.parametrize("wrap", [lambda func: func, TolerantReward])
-def test_an_object_with_a_method_score_batch_alone_is_refused(make_trainer, wrap):
-    func = type("Judge", (), {"score_batch": OwnBatches.score_batch})()
-    with pytest.raises(TypeError, match="Judge"):
-        make_trainer(reward_funcs=wrap(func))
 
 
 def test_callable_objects_and_partials():
@@ -407,20 +271,6 @@ def test_functions_are_called_in_the_calling_thread():
 
     score([reward, waits])
     assert threads == [threading.current_thread()]
-
-
-def test_asynchronous_functions_run_during_the_plain_ones():
-    begun = threading.Event()
-
-    async def judge(completions, **kwargs):
-        begun.set()
-        return zeros(completions)
-
-    def plain(completions, **kwargs):
-        assert begun.wait(10)
-        return zeros(completions)
-
-    score([plain, judge])
 
 
 def meeting(number_of_functions: int):
@@ -477,10 +327,8 @@ async def async_count(completions, of, **kwargs):
     ("func", "expected"),
     [
         pytest.param(AsyncLength(), [2.0, 1.0, 0.0], id="object"),
-        pytest.param(functools.partial(async_count, of="2"), [1.0, 0.0, 0.0], id="partial of a function"),
         pytest.param(functools.partial(AsyncLength(), unused=1), [2.0, 1.0, 0.0], id="partial of an object"),
         pytest.param(decorated(functools.partial(async_count, of="3")), [0.0, 1.0, 0.0], id="decorated"),
-        pytest.param(TolerantReward(AsyncLength()), [2.0, 1.0, 0.0], id="tolerant"),
         pytest.param(TolerantReward(decorated(AsyncLength()), timeout=5), [2.0, 1.0, 0.0], id="tolerant, decorated"),
     ],
 )
@@ -526,7 +374,6 @@ def trainer_with(make_trainer, tokenizer):
     return make
 
 
-CUT = {"max_completion_len": 6, "soft_punish_cache": 2}
 PARSED = [[BOXED, 4, CLOSE, 1], [BOXED, 5, CLOSE, 1], [BOXED, 4, CLOSE, 1]]
 
 
@@ -534,16 +381,6 @@ PARSED = [[BOXED, 4, CLOSE, 1], [BOXED, 5, CLOSE, 1], [BOXED, 4, CLOSE, 1]]
     ("name", "arguments", "sampled", "columns", "scores"),
     [
         ("think_format_reward", {}, [[THINK, 3, DONE, 4, 1], [THINK, 3, 3, 4, 1], [3, 4, 1]], {}, [1.0, 0.0, 0.0]),
-        # 4, 5, 6 and 6 tokens
-        ("get_soft_overlong_punishment", CUT, ["123.", "1234.", "12345.", "123456"], {}, [0.0, -0.5, -1.0, -1.0]),
-        # 11 four times and 1. once: 1 − 2/5
-        (
-            "get_repetition_penalty_reward",
-            {"ngram_size": 2, "max_penalty": -1.0},
-            ["11111.", "12345."],
-            {},
-            [-0.6, 0.0],
-        ),
         # None: an answer that cannot be parsed
         ("accuracy_reward", {}, PARSED, {"solution": ["$2$", "$2$", "请"]}, [1.0, 0.0, None]),
     ],
@@ -556,46 +393,6 @@ def test_functions_of_trl(trainer_with, name, arguments, sampled, columns, score
     rollout = trainer.rollout([USER] * len(scores), **columns)
     assert_close(rollout.scores, torch.tensor([x or 0.0 for x in scores]))
     assert rollout.loss_mask.any(dim=1).tolist() == [x is not None for x in scores]
-
-
-def test_trl_functions_together_in_training(trainer_with):
-    rewards = pytest.importorskip("trl.rewards")
-    funcs = [
-        rewards.think_format_reward,
-        rewards.get_soft_overlong_punishment(**CUT),
-        rewards.get_repetition_penalty_reward(ngram_size=2),
-    ]
-    dataset = Dataset.from_dict({"prompt": [USER] * 8})
-    trainer = trainer_with(
-        [THINK, 3, DONE, 4, 1], "11111.", config={"max_steps": 1}, reward_funcs=funcs, train_dataset=dataset
-    )
-    trainer.train()
-    logs = trainer.state.log_history[0]
-    assert "rewards/think_format_reward/mean" in logs
-    means = [logs[f"rewards/{name}/mean"] for name in trainer.collector.rewards.names]
-    assert means == pytest.approx([0.5, -0.75, -0.3])  # ½·1; ½(−0.5 − 1); ½·(−0.6)
-    assert logs["reward"] == pytest.approx(-0.55)
-
-
-def test_log_extra_reaches_callbacks_and_the_printed_table(make_trainer, capsys):
-    def scores(completions, log_extra, **kwargs):
-        log_extra("first letter", [text[:1] for text in completions])
-        return [None, *[0.5] * (len(completions) - 1)]
-
-    seen = []
-
-    class Keep(PPOCallback):
-        def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state, **kwargs):
-            seen.append(transcript)
-
-    trainer = make_trainer({"max_steps": 1, "log_completions": True}, reward_funcs=scores, callbacks=[Keep()])
-    trainer.train()
-    assert seen[0].extra["first letter"] == [text[:1] for text in seen[0].completions]
-    assert math.isnan(seen[0].scores["scores"][0])
-    assert seen[0].scores["scores"][1:] == [0.5] * 7
-    printed = capsys.readouterr().out
-    assert "first letter" in printed
-    assert printed.count("请问") == 8
 
 
 def test_async_functions_go_on_during_the_passes(make_trainer, monkeypatch):
@@ -682,7 +479,7 @@ def test_no_function_sees_what_another_changes_in_its_arguments(make_trainer, is
     assert rollout.scores.tolist() == ([2.0, 3.0] if wrapped else [4.0, 6.0])
 
 
-@pytest.mark.parametrize("column", ["batch", "log", "episodes", "func", "self"])
+@pytest.mark.parametrize("column", ["batch", "self"])
 def test_a_column_may_have_any_name_that_the_package_uses_inside(make_trainer, column):
     dataset = Dataset.from_dict({"prompt": ["1+1=", "2+1="] * 2, column: list("abcd")})
     seen = []

@@ -15,15 +15,11 @@ from hfppo.models.loading import default_peft_config
 RIGHT = {
     **{"llama": tiny_model, "gpt2": tiny_gpt2, "qwen3": tiny_qwen3, "opt": tiny_opt},
     "llama in bfloat16": lambda: tiny_model().bfloat16(),
-    "llama in float16": lambda: tiny_model().half(),
     "mamba": lambda: tiny_of_type("mamba"),
-    "mamba2": lambda: tiny_of_type("mamba2"),
     "falcon_h1": lambda: tiny_of_type("falcon_h1"),
     "llama4": lambda: tiny_of_type("llama4_text"),
     "falcon": lambda: tiny_of_type("falcon"),
-    "falcon with ALiBi": lambda: tiny_of_type("falcon", alibi=True),
     "bloom": lambda: tiny_of_type("bloom"),
-    "mpt": lambda: tiny_of_type("mpt"),
     "minimax without linear attention": lambda: tiny_of_type("minimax", layer_types=["full_attention"] * 2),
 }
 

@@ -8,13 +8,9 @@ TOKEN = "hf_" + "aB3" * 10
 
 SECRETS = {
     "['token']": {"token": "abc"},
-    "['hf_token']": {"hf_token": "abc"},
     "['api_key']": {"api_key": "abc"},
-    "['apiKey']": {"apiKey": "abc"},
     "['OPENAI_API_KEY']": {"OPENAI_API_KEY": "abc"},
     "['api_keys']": {"api_keys": ["abc", "def"]},
-    "['password']": {"password": "abc"},
-    "['client_secret']": {"client_secret": "abc"},
     "['credentials']": {"credentials": {"user": "abc", "word": "abc"}},
     "['Authorization']": {"Authorization": "Bearer abc"},
     "['headers']['X-Auth-Token']": {"headers": {"Accept": "text", "X-Auth-Token": "abc"}},
@@ -26,8 +22,6 @@ OTHERS = [
     {"tokenizer": "org/tok", "tokenizer_mode": "slow"},
     {"thinking_token": "think", "token": "<t>"},
     {"pad_token": "[PAD]", "eos_token_id": 3, "stop_tokens": ["</s>"]},
-    {"max_tokens": 8, "max_num_batched_tokens": "auto"},
-    {"token": True},
     {"token": None, "api_key": ""},
     {"token": "<TOKEN>"},
     {"keyboard": "qwerty", "monkey": "a", "key_order": "b", "secretary": "c", "passwordless": "d", "sort_key": "e"},

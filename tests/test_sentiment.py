@@ -1,7 +1,6 @@
 """The sentiment recipe at its small size: what is built, two steps of PPO on it, and wrong flags."""
 
 import json
-import random
 import re
 from pathlib import Path
 
@@ -103,27 +102,13 @@ def test_wrong_flags_are_refused_by_name(built, tmp_path, flags, wanted):
         run(built, tmp_path, *flags)
 
 
-def test_reviews_follow_the_grammar_and_test_openings_are_new(built):
-    train, test = rows(built / "train.jsonl"), rows(built / "test.jsonl")
-    for row in (*train, *test):
-        first, rest = row["text"].split(".", 1)
-        assert well_formed([first + "."], [rest]) == [1.0]
-    openings = [{" ".join(row["text"].split()[:8]) for row in part} for part in (train, test)]
-    assert not openings[0] & openings[1]
-    labels = [build_sentiment.draw_review("", random.Random(seed))["label"] for seed in range(400)]
-    assert 150 < sum(labels) < 250
-
-
 @pytest.mark.parametrize(
     ("completion", "wanted"),
     [
         (" What a moving film!", 1.0),
-        (" What a moving film! It was filmed in Rome.", 1.0),
-        (" What a film!", 0.0),
         (" What a moving film", 0.0),
         (" It was filmed in Rome!", 0.0),
         (" What a moving film! and so", 0.0),
-        ("", 0.0),
     ],
 )
 def test_well_formed(completion, wanted):

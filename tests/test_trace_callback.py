@@ -1,9 +1,7 @@
 """Traces that a run records: the trainer's own numbers, before and after the update, through any resume."""
 
-import math
 import re
 import sys
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +17,6 @@ from hfppo.reporting.traces import Trace, list_trace_files, read_traces, trace_f
 from hfppo.token_trace import TokenRow, TokenTable
 
 CONFIG = {"max_steps": 12, "kl_coef": 0.1}  # 3 rollouts of 4 steps
-NIGHTLY = [pytest.mark.slow, pytest.mark.nightly]
 EVENTS = ("rollout", "update")
 PROMPTS = {"prompts": ["请问1+1=2？", "请问2+2="], "answer": ["2", "4"]}
 
@@ -114,7 +111,7 @@ def test_traces_hold_the_trainers_own_numbers_before_and_after_the_update(make_t
     assert all(held_by.values()), held_by  # so that each was seen
 
 
-def test_chosen_prompts_have_numbers_that_add_up_and_change_nothing_about_the_training(make_trainer, tmp_path):
+def test_chosen_prompts_change_nothing_about_the_training(make_trainer, tmp_path):
     """A rollout before the training changes nothing either."""
     answers = []
 
@@ -122,10 +119,9 @@ def test_chosen_prompts_have_numbers_that_add_up_and_change_nothing_about_the_tr
         answers.append(answer)
         return count_digits(completions)
 
-    config = {**CONFIG, "gamma": 0.99, "lam": 0.9}
-    plain = make_trainer(config)
+    plain = make_trainer(CONFIG)
     plain.train()
-    watched = make_trainer({**config, "output_dir": str(tmp_path / "watched")}, reward_funcs=noting)
+    watched = make_trainer({**CONFIG, "output_dir": str(tmp_path / "watched")}, reward_funcs=noting)
     watched.rollout(**PROMPTS)
     watched.add_callback(TokenTraceCallback(every=1, trainer=watched, **PROMPTS))
     watched.train()
@@ -136,20 +132,8 @@ def test_chosen_prompts_have_numbers_that_add_up_and_change_nothing_about_the_tr
     assert list(found) == [1, 2, 3]
     assert [trace.table.prompt for trace in found[3]] == PROMPTS["prompts"]
     for trace in found[3]:
-        rows = trace.table.rows
         assert trace.kl_coef == 0.1
-        assert any(abs(row.kl) > 0.01 for row in rows)
-        advantage, value = 0.0, 0.0
-        for t, row in reversed(list(enumerate(rows))):
-            assert row.kl == pytest.approx(row.logprob - row.ref_logprob, abs=1e-6)
-            earned = trace.table.score if t == len(rows) - 1 else 0.0
-            assert row.reward == pytest.approx(earned - 0.1 * row.kl, abs=1e-6)
-            assert row.td_error == pytest.approx(row.reward + 0.99 * value - row.value, abs=1e-6)
-            advantage = row.td_error + 0.99 * 0.9 * advantage  # arXiv:1506.02438, eq. 16
-            value = row.value
-            assert row.advantage == pytest.approx(advantage, abs=1e-5)
-            assert row.return_ == pytest.approx(row.value + row.advantage, abs=1e-6)
-            assert row.ratio == pytest.approx(math.exp(row.new_logprob - row.logprob), rel=1e-5)
+        assert all(row.kl == pytest.approx(row.logprob - row.ref_logprob, abs=1e-6) for row in trace.table.rows)
 
 
 class Crash(TrainerCallback):
@@ -161,13 +145,8 @@ class Crash(TrainerCallback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("kills", [(9, 6), pytest.param((8,), marks=NIGHTLY)])
-def test_resumed_run_neither_loses_nor_repeats_a_trace(make_trainer, tmp_path, kills):
-    """Within a rollout, in its last step, and in the next one's first; older traces lie about.
-
-    Args:
-        kills: in each run the step that no checkpoint knows of.
-    """
+def test_resumed_run_neither_loses_nor_repeats_a_trace(make_trainer, tmp_path):
+    """Killed in a step that no checkpoint knows of, a rollout's first or a later one; older traces lie about."""
 
     def trainer(output_dir: str, *callbacks, **saving):
         made = make_trainer({**CONFIG, **saving, "output_dir": str(tmp_path / output_dir)}, callbacks=list(callbacks))
@@ -179,7 +158,7 @@ def test_resumed_run_neither_loses_nor_repeats_a_trace(make_trainer, tmp_path, k
     expected = [path.read_text() for path in list_trace_files(tmp_path / "straight")]
     assert len(expected) == 6
     assert "null" not in "".join(expected)
-    for step in kills:
+    for step in (9, 6):
         saving = {"save_strategy": "steps", "save_steps": step - 1}
         with pytest.raises(KeyboardInterrupt):
             trainer(str(step), Crash(step), **saving).train()
@@ -187,24 +166,6 @@ def test_resumed_run_neither_loses_nor_repeats_a_trace(make_trainer, tmp_path, k
             write_traces(trace_file(tmp_path / str(step), stale, kind), traces(tmp_path / "straight")[1])
         trainer(str(step), **saving).train(resume_from_checkpoint=True)
         assert [path.read_text() for path in list_trace_files(tmp_path / str(step))] == expected
-
-
-def test_a_run_may_trace_its_own_completions_and_chosen_prompts(make_trainer, tmp_path):
-    for number in (1, 2, 9):  # of an earlier run
-        for kind in ("rollout", "prompts"):
-            write_traces(trace_file(tmp_path / "out", number, kind), [])
-    (tmp_path / "out/_traces/rollout-000001-mine.jsonl").touch()
-    trainer = make_trainer({"max_steps": 12}, callbacks=[TokenTraceCallback(every=1, num_completions=3)])
-    trainer.add_callback(TokenTraceCallback(every=2, trainer=trainer, **PROMPTS))
-    trainer.train()
-    found = {path.name.removesuffix(".jsonl"): read_traces(path) for path in list_trace_files(tmp_path / "out")}
-    own, chosen = 3, len(PROMPTS["prompts"])
-    assert {name: len(read) for name, read in found.items()} == {
-        **{"rollout-000001": own, "rollout-000002": own, "rollout-000003": own},
-        **{"prompts-000001": chosen, "prompts-000003": chosen},
-    }
-    assert all({trace.kind for trace in read} == {name.split("-")[0]} for name, read in found.items())
-    assert all(row.new_logprob is not None for read in found.values() for trace in read for row in trace.table.rows)
 
 
 def test_second_training_goes_on_with_the_rollouts_and_a_new_run_starts_anew(make_trainer, tmp_path):
@@ -219,31 +180,14 @@ def test_second_training_goes_on_with_the_rollouts_and_a_new_run_starts_anew(mak
     assert list(traces(tmp_path / "out")) == [1]
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({"max_steps": 6}, [("rollout", 1, 0), ("update", 1, 4), ("rollout", 2, 4), ("update", 2, 6)]),
-        (
-            {"max_steps": 4, "num_ppo_epochs": 4},
-            [("rollout", 1, 0), ("update", 1, 2), ("rollout", 2, 2), ("update", 2, 4)],
-        ),
-    ],
-    ids=["max_steps within a rollout", "stopped at a KL"],
-)
-def test_update_end_comes_once_after_the_last_step_of_each_rollout(make_trainer, config, expected):
+@pytest.mark.parametrize("stopped", [False, True])
+def test_update_end_comes_once_after_the_last_step_of_each_rollout(make_trainer, stopped):
+    """Also where `max_steps` lies within a rollout, or a target for the KL ends it early."""
     witness = Witness()
-    stop = [stops_at_kl(1e-6)] if config["max_steps"] == 4 else []
-    make_trainer(config, callbacks=[witness, *stop]).train()
-    assert witness.events == expected
-
-
-def test_traces_without_reference_critic_and_clip(make_trainer, tmp_path):
-    config = {"kl_coef": 0.0, "advantage_estimator": "grpo", "num_generations": 2, "policy_loss": "gspo"}
-    config |= {"max_steps": 4}
-    make_trainer(config, callbacks=[TokenTraceCallback()]).train()
-    rows = [row for trace in traces(tmp_path / "out")[1] for row in trace.table.rows]
-    assert {(r.ref_logprob, r.kl, r.value, r.td_error, r.return_, r.clipped) for r in rows} == {(None,) * 6}
-    assert all(r.ratio is not None for r in rows)
+    config = {"max_steps": 4, "num_ppo_epochs": 4} if stopped else {"max_steps": 6}
+    make_trainer(config, callbacks=[witness, *([stops_at_kl(1e-6)] if stopped else [])]).train()
+    first, last = (2, 4) if stopped else (4, 6)
+    assert witness.events == [("rollout", 1, 0), ("update", 1, first), ("rollout", 2, first), ("update", 2, last)]
 
 
 def test_only_the_main_process_writes(tmp_path):
@@ -258,15 +202,6 @@ def test_only_the_main_process_writes(tmp_path):
     callback.on_train_end(where, other, None)
     assert list(written.parent.iterdir()) == [written]
     assert written.read_text() == before
-
-
-def test_numbers_of_a_run_that_diverged_are_read_back(tmp_path):
-    row = TokenRow("a", logprob=-1.0, reward=0.0, advantage=0.5, new_logprob=math.nan, ratio=math.inf, clipped=True)
-    trace = Trace(1, 0, 0.0, False, [1], [2], TokenTable("p", 1.0, [row, replace(row, token="nan")]), 4)
-    write_traces(trace_file(tmp_path, 1), [trace])
-    (read,) = read_traces(trace_file(tmp_path, 1))
-    assert math.isnan(read.table.rows[0].new_logprob)
-    assert (read.table.rows[1].token, read.table.rows[1].ratio) == ("nan", math.inf)
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,6 @@ VLLM = {"use_vllm": True, "vllm_mode": "server"}
         ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, {"policy_loss": "gspo"}),
         ({"vllm_server_host": "gpu1", "vllm_server_port": 80}, {"vllm_server_base_url": "http://gpu1:80"}),
         ({"vllm_server_host": "gpu1", "vllm_server_base_url": "http://a"}, {"vllm_server_base_url": "http://a"}),
-        ({"vllm_server_base_url": None}, {"vllm_server_base_url": None}),
         (
             {"vllm_gpu_memory_utilization": 0.5, "vllm_engine_kwargs": '{"dtype": "auto"}'},
             {"vllm_engine_kwargs": {"dtype": "auto", "gpu_memory_utilization": 0.5}},
@@ -111,7 +110,6 @@ def test_fields_of_trl_with_one_meaning_are_translated(config, given, here):
     ("given", "words"),
     [
         ({"epsilon": 0.3, "cliprange": 0.2}, ["epsilon=0.3", "cliprange", "0.2"]),
-        ({"beta": 0.1, "kl_coef": 0.05}, ["beta=0.1", "kl_coef", "0.05"]),
         ({"loss_type": "cispo", "importance_sampling_level": "sequence"}, ["policy_loss", "gspo", "cispo"]),
         (
             {"vllm_engine_kwargs": {"gpu_memory_utilization": 0.4}, "vllm_gpu_memory_utilization": 0.5},
@@ -134,7 +132,6 @@ def test_two_names_with_different_values_are_both_named(config, given, words):
         ({"num_epoch": 3}, "'num_epoch': did you mean .*num_ppo_epochs.*$"),
         ({"auto_find_batch_sizes": True}, r"'auto_find_batch_sizes' \("),  # PPO refuses auto_find_batch_size
         ({"steps_per_generation": 5, "gradient_accumulation_steps": 2}, "'steps_per_generation': .*num_mini_batches"),
-        ({"generation_batch_size": 20}, "'generation_batch_size': .*num_mini_batches"),
         ({"loss_type": "bnpo"}, "'loss_type': .*policy_loss"),
         ({"top_entropy_quantile": 0.2}, "'top_entropy_quantile': .*every token"),
         ({"reward_clip_range": (-1, 1)}, "'reward_clip_range': .*clip their own scores"),
@@ -181,52 +178,6 @@ def test_every_argument_of_the_trainer_is_explained():
     arguments = [name for name, (reason, _) in WITHOUT.items() if reason == "an argument of PPOTrainer"]
     assert arguments == [*inspect.signature(PPOTrainer).parameters]
 
-
-PLAIN = '''
-from trl import GRPOConfig, GRPOTrainer
-
-def digits(completions, **kwargs):
-    """Reward completions with many digits."""
-    return [float(sum(c.isdigit() for c in completion)) for completion in completions]
-
-def near_length(completions, **kwargs):
-    return [-abs(8 - len(completion)) / 8 for completion in completions]
-
-training_args = GRPOConfig(
-    output_dir=out,
-    learning_rate=1e-4,
-    per_device_train_batch_size=4,
-    gradient_accumulation_steps=2,
-    num_generations=4,
-    max_completion_length=8,
-    steps_per_generation=4,
-    num_iterations=2,
-    beta=0.04,
-    epsilon=0.2,
-    epsilon_high=0.28,
-    loss_type="dr_grpo",
-    scale_rewards=False,
-    reward_weights=[1.0, 0.5],
-    temperature=0.9,
-    top_p=1.0,
-    mask_truncated_completions=False,
-    num_train_epochs=1,
-    max_steps=4,
-    logging_steps=1,
-    bf16=False,
-    use_cpu=True,
-    report_to="none",
-)
-trainer = GRPOTrainer(
-    model=model,
-    reward_funcs=[digits, near_length],
-    args=training_args,
-    train_dataset=Dataset.from_dict({"prompt": ["go 1 ", "go 2 ", "go 3 ", "go 4 "]}),
-    processing_class=tokenizer,
-    peft_config=peft_config,
-)
-trainer.train()
-'''
 
 WITH_TOOLS = '''
 from trl import GRPOConfig, GRPOTrainer
@@ -285,63 +236,6 @@ trainer = GRPOTrainer(
 trainer.train()
 '''
 
-WITH_AN_ENVIRONMENT = '''
-from trl import GRPOConfig, GRPOTrainer
-
-class Counter:
-    def reset(self, start: int = 0, **kwargs) -> str | None:
-        self.count, self.done = start, False
-        return f"count {start}"
-
-    def increment(self, by: int) -> str:
-        """
-        Adds to the counter.
-
-        Args:
-            by: How much to add.
-
-        Returns:
-            The new value.
-        """
-        if self.done:
-            raise ValueError("The game is over.")
-        self.count += by
-        self.done = self.count > 9
-        return str(self.count)
-
-def reached(environments, **kwargs):
-    return [float(environment.count) for environment in environments]
-
-def brief(completion_ids, **kwargs):
-    return [-float(len(ids)) for ids in completion_ids]
-
-rows = [{"prompt": [{"role": "user", "content": "go"}], "start": n} for n in range(4)]
-trainer = GRPOTrainer(
-    model=model,
-    train_dataset=Dataset.from_list(rows),
-    processing_class=tokenizer,
-    reward_funcs=[reached, brief],
-    environment_factory=Counter,
-    peft_config=peft_config,
-    args=GRPOConfig(
-        output_dir=out,
-        per_device_train_batch_size=4,
-        num_generations=4,
-        generation_batch_size=8,
-        gradient_accumulation_steps=2,
-        max_completion_length=60,
-        epsilon_high=5.0,
-        loss_type="cispo",
-        multi_objective_aggregation="normalize_then_sum",
-        max_steps=2,
-        bf16=False,
-        use_cpu=True,
-        report_to="none",
-    ),
-)
-trainer.train()
-'''
-
 
 def run(script, out):
     """Run a script, and return its trainer."""
@@ -360,29 +254,11 @@ def changed(script):
     return script.replace("GRPOConfig(\n", 'GRPOConfig(\n    advantage_estimator="grpo",\n')
 
 
-SCRIPTS = {
-    "plain": (
-        PLAIN,
-        {"num_mini_batches": 2, "num_ppo_epochs": 2, "kl_loss_coef": 0.04, "kl_coef": 0.0, "cliprange_high": 0.28},
-    ),
-    "tools": (WITH_TOOLS, {"loss_reduction": "seq-mean-token-mean", "num_completions_to_print": 1}),
-    "environment": (WITH_AN_ENVIRONMENT, {"policy_loss": "cispo", "num_mini_batches": 1, "cliprange_high": 5.0}),
-}
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_of_trl_runs_with_two_changes(tmp_path, name, caplog):
-    script, here = SCRIPTS[name]
-    trainer = run(changed(script), tmp_path)
-    assert {field: getattr(trainer.args, field) for field in here} == here
+def test_a_script_of_trl_runs_with_two_changes(tmp_path, caplog):
+    trainer = run(changed(WITH_TOOLS), tmp_path)
+    assert (trainer.args.loss_reduction, trainer.args.num_completions_to_print) == ("seq-mean-token-mean", 1)
     assert len([text for text in caplog.messages if text.startswith("fields of TRL: ")]) == 1
     assert trainer.state.global_step == trainer.args.max_steps
     moved = [p.count_nonzero() for name, p in trainer.model.named_parameters() if "lora_B" in name]
     assert torch.stack(moved).sum() > 0
     assert trainer.model.critic is None
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_the_same_script_runs_in_trl(tmp_path, name):
-    trainer = run(SCRIPTS[name][0].replace("bf16=False,", "bf16=False, gradient_checkpointing=False,"), tmp_path)
-    assert trainer.state.global_step == trainer.args.max_steps

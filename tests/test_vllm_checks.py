@@ -197,11 +197,6 @@ def test_a_server_that_is_down(make_trainer, base, tmp_path, end):
     assert written(tmp_path) == []
 
 
-def test_without_an_address_the_server_is_the_local_one(make_trainer, base):
-    with pytest.raises(ServerError, match=r"^http://127.0.0.1:8000/"):
-        make_trainer({**NOWHERE, "vllm_server_base_url": None}, model=base)
-
-
 def test_a_server_without_processed_logprobs(make_trainer, base, serve_vllm, tmp_path):
     url, _ = serve_vllm(SUCCESS, logprob=-0.99)
     with pytest.raises(ServerError, match="reports raw log-probs; start it with") as error:

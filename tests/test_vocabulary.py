@@ -3,7 +3,6 @@
 import copy
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import huggingface_hub.constants
 import pytest
@@ -12,16 +11,14 @@ from build_arithmetic_base import character_tokenizer
 from datasets import Dataset
 from peft import AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2VLConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from helpers.runs import SMALL, count_digits, critic_state, digest
+from helpers.runs import critic_state, digest, small_trainer
 from helpers.tiny import scorer, tiny_model
-from hfppo import PPOConfig, PPOTrainer, TokenTable
+from hfppo import PPOTrainer, TokenTable
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.loading import load_model
-from hfppo.models.vocabulary import is_resized
 from hfppo.rewards.model import RewardModel
-from hfppo.token_trace.from_checkpoint import trace_prompt
 
 ADDED = ["<think>", "</think>"]  # ids 25 and 26
 PROMPT = "请问1+2=<think>"
@@ -75,15 +72,9 @@ class Run:
         return LoraConfig(**CAUSAL, **copy.deepcopy(self.adapter))
 
     def make(self, model, fields: dict | None = None, **kwargs) -> PPOTrainer:
-        saving = {"save_strategy": "steps", "save_steps": 2, "output_dir": self.folder}
-        return PPOTrainer(
-            model=model,
-            reward_funcs=count_digits,
-            args=PPOConfig(**{**SMALL, **saving, "num_ppo_epochs": 1, "max_steps": 4, **(fields or {})}),
-            train_dataset=Dataset.from_list([{"prompt": PROMPT}, {"prompt": "2+2="}]),
-            processing_class=adding_tokenizer(),
-            **kwargs,
-        )
+        config = {"save_strategy": "steps", "save_steps": 2, "num_ppo_epochs": 1, "max_steps": 4, **(fields or {})}
+        given = {"train_dataset": Dataset.from_list([{"prompt": PROMPT}, {"prompt": "2+2="}]), "peft_config": None}
+        return small_trainer(self.folder, config, model=model, processing_class=adding_tokenizer(), **given | kwargs)
 
 
 @pytest.fixture(
@@ -150,15 +141,6 @@ def test_the_folder_as_critic(run, tmp_path):
     assert all(torch.equal(before[name], now[name]) for name in before)
 
 
-def test_a_trace(run):
-    checkpoint = f"{run.folder}/checkpoint-4"
-    trace, _ = trace_prompt(checkpoint, PROMPT, score=run.table.score)
-    for row, other in zip(trace.table.rows, run.table.rows, strict=True):
-        assert row.token == other.token
-        found, wanted = ((x.logprob, x.ref_logprob, x.value) for x in (row, other))
-        torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted))
-
-
 def test_a_resumed_run_whose_new_rows_begin_elsewhere(run, tmp_path):
     shutil.copytree(f"{run.folder}/checkpoint-2", tmp_path / "checkpoint-2")
     base = resized(run.base, run.size, seed=2)
@@ -181,17 +163,6 @@ def test_rows_of_a_cached_base_are_saved_offline(tmp_path, monkeypatch):
     model.save_pretrained(str(tmp_path / "out"))
     assert load_file(tmp_path / "out/adapter_model.safetensors")["base_model.model.lm_head.weight"].shape == (27, 32)
     assert torch.equal(logits(load_model(str(tmp_path / "out"))), logits(model))
-
-
-def test_a_vocabulary_in_a_nested_configuration(tmp_path):
-    text = {**tiny_model().config.to_dict(), "model_type": "qwen2_vl_text"}
-    Qwen2VLConfig(text_config={**text, "vocab_size": 25}).save_pretrained(tmp_path)
-    config = Qwen2VLConfig.from_pretrained(tmp_path)
-    config.name_or_path = str(tmp_path)
-    model = SimpleNamespace(config=config)
-    assert not is_resized(model, None)
-    config.text_config.vocab_size = 27
-    assert is_resized(model, None)
 
 
 def test_a_reward_adapter_brings_its_own_embeddings(make_trainer, tmp_path):

@@ -1,38 +1,26 @@
-"""The least time that the matrix products of a rollout and its updates could take on this machine."""
+"""The matrix products of a rollout and its updates, and how many of them this machine does in a second."""
 
 import time
-from itertools import pairwise
 
 import torch
 from ppo_workload import Workload, prompts_for
 
-from hfppo.generation.key_values import common_length
 
-
-def operations(
-    workload: Workload,
-    critic: str | None,
-    policy_mode: str,
-    group: int = 1,
-    critic_layers: int | None = None,
-) -> dict[str, float]:
+def operations(workload: Workload, critic: str) -> dict[str, float]:
     """Floating-point operations by phase: a product of (m, k) and (k, n) has 2·m·k·n, nothing else counts.
 
     With N real tokens in all rows (prompts and completions, no padding), C of them completions, P weights in the
     linear layers of the trunk, L in their adapters, H in the output head, and A for attention: two products in each
-    layer, over n²/2 pairs of tokens and the whole width, in all 2·layers·width·n² for a row of n tokens. Tokens that
-    rows begin with in common count once, as do their pairs:
+    layer, over n²/2 pairs of tokens and the whole width, in all 2·layers·width·n² for a row of n tokens:
 
         sampling, with a KV cache   2·(P + L)·N + 2·H·C + A
-        old log-probs               the same, once more, unless the sampler's are taken (bypass)
+        old log-probs               the same, once more
         reference                   2·P·N + 2·H·C + A
         reward model                2·P·N + A
         values                      2·(P + L)·N + A, nothing if the critic shares the states of the old log-probs
         update, forward             as old log-probs and as values, in each epoch
         update, backward            2·P·N + 4·L·N + 2·H·C + 2·A: frozen weights pass the gradient on and get none
                                     themselves; trained ones, the adapters, get one of their own
-
-    Groups of `group` rows have one prompt. With `critic_layers` the critic counts as that share of the layers.
 
     What is computed again to save memory does not count, and what other programs train besides does not either.
     """
@@ -43,21 +31,16 @@ def operations(
     shapes += [(w.hidden_size, w.intermediate_size)] * 3  # gate, up, down
     trunk = w.num_hidden_layers * sum(a * b for a, b in shapes)
     adapters = w.num_hidden_layers * w.rank * sum(a + b for a, b in shapes)
-    head = 2 * w.hidden_size * w.vocab_size * w.new_in_all
-    prompts = prompts_for(w)[: w.prompts // group]
-    read = [(common_length(before, prompt), len(prompt)) for before, prompt in pairwise([[], *sorted(prompts)])]
-    for prompt, length in zip(prompts, w.completion_lengths, strict=False):
-        read += [(len(prompt), len(prompt) + length)] * group
-    tokens = sum(end - start for start, end in read)
-    attention = 2 * w.num_hidden_layers * w.hidden_size * sum(end**2 - start**2 for start, end in read)
+    head = 2 * w.hidden_size * w.vocab_size * w.prompts * w.new_tokens
+    lengths = [len(prompt) + w.new_tokens for prompt in prompts_for(w)]
+    tokens, attention = sum(lengths), 2 * w.num_hidden_layers * w.hidden_size * sum(n**2 for n in lengths)
     frozen, adapted = 2 * trunk * tokens + attention, 2 * (trunk + adapters) * tokens + attention
     backward = 2 * (trunk + 2 * adapters) * tokens + 2 * attention
-    share = 1 if critic_layers is None else critic_layers / w.num_hidden_layers
-    own_trunk, old = share * (critic not in ("shared", None)), policy_mode != "bypass"
+    own_trunk = critic != "shared"
     return {
         "sampling": adapted + head,
         "reward model": frozen,
-        "old log-probs": old * (adapted + head),
+        "old log-probs": adapted + head,
         "reference": frozen + head,
         "values": own_trunk * adapted,
         "actor forward": w.epochs * (adapted + head),
@@ -70,8 +53,7 @@ def operations(
 def rate(rows: int, inner: int, columns: int, dtype: str, repeats: int = 50) -> float:
     """Operations per second of the product of (rows, inner) and (inner, columns); the best of some, as a floor wants.
 
-    On a CPU per second of a processor, of which there is one for each thread; on a GPU per second. The clock is the
-    wall's: a process's own lags behind for threads that are running, and the best would be one that it missed.
+    On a CPU per second of a processor, of which there is one for each thread; on a GPU per second.
     """
     cuda = torch.cuda.is_available()
     options = {"device": "cuda" if cuda else "cpu", "dtype": getattr(torch, dtype)}
@@ -88,24 +70,3 @@ def rate(rows: int, inner: int, columns: int, dtype: str, repeats: int = 50) -> 
             torch.cuda.synchronize()
         best = min(best, (time.perf_counter() - start) / each)
     return number / best / (1 if cuda else torch.get_num_threads())
-
-
-def rates(workload: Workload) -> tuple[float, float]:
-    """The rate of one token per row, for sampling, and that of a micro-batch, both into the MLP."""
-    mean_length = (sum(map(len, prompts_for(workload))) + workload.new_in_all) / workload.prompts
-    mlp = (workload.hidden_size, workload.intermediate_size, workload.dtype)
-    return rate(workload.prompts, *mlp), rate(int(workload.micro_batch * mean_length), *mlp)
-
-
-def floor(
-    workload: Workload,
-    critic: str | None,
-    policy_mode: str,
-    sampling: float,
-    passes: float,
-    group: int = 1,
-    critic_layers: int | None = None,
-) -> dict[str, float]:
-    """Seconds by phase: the operations at the rate for sampling, or for all else."""
-    counted = operations(workload, critic, policy_mode, group, critic_layers)
-    return {name: number / (sampling if name == "sampling" else passes) for name, number in counted.items()}

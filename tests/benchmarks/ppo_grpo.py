@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on a workload of `ppo_workload`; `grpo.py` and the GPU kit run it beside hfppo."""
+"""TRL's GRPOTrainer on a workload of `ppo_workload`; the GPU kit runs it beside hfppo."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -8,16 +8,7 @@ from unittest.mock import patch
 
 import torch
 from datasets import Dataset
-from ppo_workload import (
-    Clock,
-    Stopwatch,
-    Workload,
-    adapter_for,
-    common_config,
-    prompts_for,
-    scripted_ends,
-    tokenizer_for,
-)
+from ppo_workload import Clock, Stopwatch, Workload, adapter_for, common_config, prompts_for, tokenizer_for
 from transformers import GenerationMixin, PreTrainedModel
 from trl import GRPOConfig, GRPOTrainer
 
@@ -46,11 +37,10 @@ def measure(
     reward: Any,
     rollouts: int,
     num_generations: int,
-    takes_turns: bool = False,
 ) -> dict[str, Any]:
     """Train for some rollouts, and return what the clock measured after the first."""
     watch = Stopwatch()
-    clock = Clock(watch, workload.steps, takes_turns)
+    clock = Clock(watch, workload.steps)
 
     def count(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
         clock.tokens.append(sum(map(len, completion_ids)))
@@ -68,8 +58,8 @@ def measure(
         beta=beta,
         reward_weights=[1.0, 0.0],
     )
-    tokenizer = tokenizer_for(workload, pad_beyond=False)
-    reward_tokenizer = tokenizer_for(workload, pad_beyond=False)
+    tokenizer = tokenizer_for(workload)
+    reward_tokenizer = tokenizer_for(workload)
     reward_tokenizer.eos_token = None  # as for hfppo's side
     prompts = prompts_for(workload)[: workload.prompts // num_generations]
     trainer = GRPOTrainer(
@@ -82,6 +72,6 @@ def measure(
         peft_config=adapter_for(workload),
         callbacks=[clock],
     )
-    with timed_phases(watch), scripted_ends(workload):
+    with timed_phases(watch):
         trainer.train()
     return clock.measured()

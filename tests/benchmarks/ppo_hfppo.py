@@ -1,7 +1,5 @@
-"""hfppo's side of `ppo.py`, which starts it."""
+"""hfppo on a workload of `ppo_workload`; the GPU kit runs it."""
 
-import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -12,18 +10,7 @@ from unittest.mock import patch
 
 import torch
 from datasets import Dataset
-from ppo_workload import (
-    WORKLOADS,
-    Clock,
-    Stopwatch,
-    Workload,
-    adapter_for,
-    common_config,
-    load,
-    prompts_for,
-    scripted_ends,
-    tokenizer_for,
-)
+from ppo_workload import Clock, Stopwatch, Workload, adapter_for, common_config, prompts_for, tokenizer_for
 from transformers import PreTrainedModel, TrainerCallback
 
 from hfppo import PPOConfig, PPOTrainer
@@ -96,9 +83,9 @@ def build(
         fields: of PPOConfig; they replace the workload's.
         reward: a function or a model.
     """
-    tokenizer = tokenizer_for(workload, pad_beyond=False)
+    tokenizer = tokenizer_for(workload)
     tokenizer.eos_token = tokenizer.pad_token  # a token that the model knows, until the sampler is told another
-    reward_tokenizer = tokenizer_for(workload, pad_beyond=False)
+    reward_tokenizer = tokenizer_for(workload)
     reward_tokenizer.eos_token = None  # it would be appended, and the reward model does not know it
     own = {"max_completion_length": workload.new_tokens, "max_prompt_length": None, "logging_steps": workload.steps}
     args = PPOConfig(**{**common_config(workload, rollouts, folder), **own, **fields})
@@ -114,7 +101,7 @@ def build(
         callbacks=list(callbacks),
         reward_processing_classes=[reward_tokenizer if isinstance(reward, PreTrainedModel) else None],
     )
-    end_with(trainer, [0 if workload.ragged else workload.vocab_size])  # never sampled: every completion is full
+    end_with(trainer, [workload.vocab_size])  # never sampled: every completion is full
     return trainer
 
 
@@ -133,18 +120,10 @@ def measure(
     reward: Any,
     critic: str,
     rollouts: int,
-    takes_turns: bool = False,
 ) -> dict[str, Any]:
     """Train for some rollouts, and return what the clock measured after the first."""
     watch = Stopwatch()
-    clock = RolloutClock(watch, workload.steps, takes_turns)
-    with timed_phases(watch), scripted_ends(workload):
+    clock = RolloutClock(watch, workload.steps)
+    with timed_phases(watch):
         build(workload, folder, fields, model, reward, critic, rollouts, [clock]).train()
     return clock.measured()
-
-
-if __name__ == "__main__":
-    workload_name, critic, given, rollouts, models, quantized = sys.argv[1:]
-    workload, folder = WORKLOADS[workload_name], Path(models)
-    policy, reward = (load(workload, folder, name, quantized == "nf4") for name in ("policy", "reward"))
-    print(json.dumps(measure(workload, folder, json.loads(given), policy, reward, critic, int(rollouts), True)))

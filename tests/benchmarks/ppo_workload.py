@@ -1,16 +1,15 @@
-"""The work that both sides of the benchmark do, and how it is timed; imports neither of them."""
+"""The work that the GPU kit measures, and how it is timed; `ppo_hfppo` and `ppo_grpo` do it."""
 
 import resource
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from accelerate import PartialState
@@ -21,9 +20,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BitsAndBytesConfig,
-    GenerationMixin,
-    LogitsProcessor,
-    LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     TrainerCallback,
@@ -31,7 +27,6 @@ from transformers import (
 )
 
 SCORING = AutoModelForSequenceClassification
-DONE = "rollout done"  # a line of its own, for `ppo.py`
 
 
 @dataclass(frozen=True)
@@ -50,8 +45,6 @@ class Workload:
     longest_prompt: int
     new_tokens: int
     micro_batch: int
-    ragged: bool = False  # a prompt's completions end with EOS at one to four quarters of `new_tokens`
-    common: int = 0  # tokens that all prompts begin with, such as a system message
     epochs: int = 2
     mini_batches: int = 1
     rank: int = 16
@@ -72,24 +65,11 @@ class Workload:
         """Optimizer steps of a rollout."""
         return self.epochs * self.mini_batches
 
-    @property
-    def completion_lengths(self) -> list[int]:
-        """The tokens of a completion, by the number of its prompt."""
-        return [self.new_tokens * (n % 4 + 1) // 4 if self.ragged else self.new_tokens for n in range(self.prompts)]
-
-    @property
-    def new_in_all(self) -> int:
-        """Completion tokens of a rollout, also in groups of up to a quarter of the prompts."""
-        return sum(self.completion_lengths)
-
 
 LLAMA = {"architecture": "llama", "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}
 LLAMA |= {"num_attention_heads": 8, "num_key_value_heads": 4, "shortest_prompt": 8, "longest_prompt": 24}
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 TINY |= {"num_key_value_heads": 1, "vocab_size": 512, "prompts": 8, "new_tokens": 8, "micro_batch": 4}
-SMOLLM2 = {"architecture": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
-SMOLLM2 |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49_152, "tied": True, "prompts": 32}
-SMOLLM2 |= {"shortest_prompt": 52, "longest_prompt": 58, "new_tokens": 12, "micro_batch": 16, "mini_batches": 2}
 QWEN = {"architecture": "qwen2", "vocab_size": 151_936, "dtype": "bfloat16", "tied": True, "checkpointing": True}
 QWEN |= {"prompts": 256, "shortest_prompt": 256, "longest_prompt": 1024, "new_tokens": 512, "micro_batch": 8}
 
@@ -100,14 +80,7 @@ def qwen(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int,
 
 
 WORKLOADS = {
-    "A": Workload(**LLAMA, vocab_size=4096, prompts=64, new_tokens=48, micro_batch=16),
-    "B": Workload(**LLAMA, vocab_size=32_768, prompts=16, new_tokens=256, micro_batch=16),
     "tiny": Workload(**{**LLAMA, **TINY}),  # shows that a benchmark runs
-    "smollm2": Workload(**SMOLLM2, common=35),  # SmolLM2-135M's shape, with lengths as in recipes/reasoning
-    "smollm2-apart": Workload(**SMOLLM2),  # prompts that have nothing in common
-    "smollm2-long": Workload(
-        **{**SMOLLM2, "prompts": 16, "new_tokens": 256, "micro_batch": 8}, ragged=True, common=35
-    ),
     # For a GPU. Not run yet.
     "qwen2.5-0.5b": qwen(896, 4864, 24, 14, 2, checkpointing=False),
     "qwen2.5-1.5b": qwen(1536, 8960, 28, 12, 2),
@@ -125,7 +98,7 @@ def drawing_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def write_models(workload: Workload, folder: Path, names: tuple[str, ...] = ("policy", "reward", "value")) -> None:
+def write_models(workload: Workload, folder: Path, names: tuple[str, ...] = ("policy", "reward")) -> None:
     """Write models with random weights, for both sides to load."""
     shape = {**workload.shape(), "dtype": workload.dtype}
     set_seed(0)
@@ -174,21 +147,16 @@ def distinct_characters(completions: list[str], **kwargs: Any) -> list[float]:
     return [len(set(text)) / max(1, len(text)) for text in completions]
 
 
-def tokenizer_for(workload: Workload, pad_beyond: bool) -> PreTrainedTokenizerFast:
-    """One token per character. EOS lies beyond the model's vocabulary: it is never sampled, every completion is full.
-
-    A ragged workload has the first token as EOS.
-
-    Args:
-        pad_beyond: pad with EOS, for code that finds padding by its id; otherwise with the first token of the model.
-    """
+def tokenizer_for(workload: Workload) -> PreTrainedTokenizerFast:
+    """One token per character. EOS lies beyond the model's vocabulary: it is never sampled."""
     characters = [chr(0x10000 + n) for n in range(workload.vocab_size)]
     vocabulary = {token: index for index, token in enumerate([*characters, "</s>"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=characters[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    pad, eos = ("</s>" if beyond else characters[0] for beyond in (pad_beyond, not workload.ragged))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, eos_token=eos, padding_side="left")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=characters[0], eos_token="</s>", padding_side="left"
+    )
 
 
 def prompts_for(workload: Workload) -> list[list[int]]:
@@ -196,38 +164,7 @@ def prompts_for(workload: Workload) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     longest = workload.longest_prompt + 1
     lengths = torch.randint(workload.shortest_prompt, longest, (workload.prompts,), generator=generator).tolist()
-    smallest = workload.prompts + 1  # below are EOS and the last token of each prompt, its number
-    prompts = [torch.randint(smallest, workload.vocab_size, (n,), generator=generator).tolist() for n in lengths]
-    return [prompts[0][: workload.common] + own[workload.common : -1] + [n] for n, own in enumerate(prompts, 1)]
-
-
-class ScriptedEnds(LogitsProcessor):
-    """Ends completions at the lengths of a workload, which their prompts tell: there EOS, token 0, is certain."""
-
-    def __init__(self, workload: Workload):
-        self.prompts, self.lengths = workload.prompts, torch.tensor(workload.completion_lengths)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        numbers = (input_ids > 0) & (input_ids <= self.prompts)
-        place = numbers.int().argmax(dim=1, keepdim=True)  # of the first, the end of the prompt
-        number = input_ids.gather(1, place).squeeze(1) - 1
-        length = self.lengths.to(number.device)[number.clamp(0, self.prompts - 1)]
-        ends = numbers.any(dim=1) & (input_ids.shape[1] - place.squeeze(1) >= length)
-        certain = torch.full_like(scores, -torch.inf).index_fill(1, torch.zeros_like(number[:1]), 0.0)
-        return certain.where(ends[:, None], scores)
-
-
-@contextmanager
-def scripted_ends(workload: Workload) -> Iterator[None]:
-    """Have `generate` end completions at the lengths of a ragged workload, for the block."""
-    generate = GenerationMixin.generate
-
-    def ending(model: Any, *args: Any, logits_processor: Sequence[LogitsProcessor] = (), **kwargs: Any) -> Any:
-        scripted = [ScriptedEnds(workload)] if workload.ragged else []
-        return generate(model, *args, logits_processor=LogitsProcessorList([*scripted, *logits_processor]), **kwargs)
-
-    with patch.object(GenerationMixin, "generate", ending):
-        yield
+    return [torch.randint(1, workload.vocab_size, (n,), generator=generator).tolist() for n in lengths]
 
 
 def adapter_for(workload: Workload) -> LoraConfig:
@@ -257,10 +194,7 @@ def common_config(workload: Workload, rollouts: int, folder: Path) -> dict[str, 
 
 
 class Stopwatch:
-    """Seconds by phase; an inner phase stops the clock of the outer one, so that phases add up to all the time.
-
-    A second clock runs with the processor time of this process, which other processes on the machine hardly change.
-    """
+    """Seconds by phase; an inner phase stops the clock of the outer one, so that phases add up to all the time."""
 
     def __init__(self) -> None:
         self.names = ["rest"]
@@ -268,17 +202,15 @@ class Stopwatch:
 
     def restart(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self.cpu_seconds: dict[str, float] = defaultdict(float)
-        self.since, self.cpu_since = time.perf_counter(), time.process_time()
+        self.since = time.perf_counter()
 
     def note(self) -> None:
         """Give the time since the last call to the phase in progress."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        now, cpu_now = time.perf_counter(), time.process_time()
+        now = time.perf_counter()
         self.seconds[self.names[-1]] += now - self.since
-        self.cpu_seconds[self.names[-1]] += cpu_now - self.cpu_since
-        self.since, self.cpu_since = now, cpu_now
+        self.since = now
 
     @contextmanager
     def phase(self, name: str):
@@ -306,16 +238,11 @@ class Stopwatch:
 
 
 class Clock(TrainerCallback):
-    """Notes the time at the end of each rollout's last update.
+    """Notes the time at the end of each rollout's last update."""
 
-    Args:
-        takes_turns: wait then for the next turn, which a line on the standard input gives.
-    """
-
-    def __init__(self, watch: Stopwatch, steps_per_rollout: int, takes_turns: bool = True):
-        self.watch, self.steps_per_rollout, self.takes_turns = watch, steps_per_rollout, takes_turns
+    def __init__(self, watch: Stopwatch, steps_per_rollout: int):
+        self.watch, self.steps_per_rollout = watch, steps_per_rollout
         self.seconds: list[dict[str, float]] = []  # by phase, of each rollout
-        self.cpu_seconds: list[dict[str, float]] = []
         self.tokens: list[int] = []  # of completions, as the side under test counts them
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -325,21 +252,11 @@ class Clock(TrainerCallback):
         if state.global_step % self.steps_per_rollout == 0:
             self.watch.note()
             self.seconds.append(dict(self.watch.seconds))
-            self.cpu_seconds.append(dict(self.watch.cpu_seconds))
-            if self.takes_turns:
-                print(DONE, flush=True)
-                if not sys.stdin.readline():
-                    sys.exit("whoever gave the turns is gone")
             self.watch.restart()
 
     def measured(self) -> dict[str, Any]:
         """Return what was measured; the first rollout warms up."""
-        return {
-            "seconds": self.seconds[1:],
-            "cpu_seconds": self.cpu_seconds[1:],
-            "tokens": self.tokens[1:],
-            "peak": peak_bytes(),
-        }
+        return {"seconds": self.seconds[1:], "tokens": self.tokens[1:], "peak": peak_bytes()}
 
 
 def peak_bytes() -> int:

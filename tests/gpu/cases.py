@@ -41,10 +41,8 @@ class Case:
 
 CASES = {
     "defaults": Case(fields=DEFAULTS, kind="phases", rollouts=2),
-    "agent": Case(fields=DEFAULTS, kind="agent"),
     "critic_layers": Case(fields={"critic_layers": 1}),
     "completions that end": Case(kind="ragged"),
-    "logits up to 25": Case(kind="large logits"),
     "8 rollouts": Case(kind="leaks", rollouts=8),
     "shared prompts": Case(fields={"advantage_estimator": "grpo", "num_generations": 2}),
     "fp16": Case("float32", fields={"fp16": True}, needs=("CUDA",)),

@@ -1,6 +1,5 @@
 """Runs the cases of the kit's section `first_rollout`."""
 
-import tempfile
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,18 +10,15 @@ import torch
 from cases import Case
 from phases import by_phase
 from ppo_hfppo import build, end_with
-from ppo_workload import Workload, distinct_characters, load, training_device
-from transformers import PreTrainedModel
+from ppo_workload import Workload, distinct_characters, load
 
-from helpers.agents import PROMPTS, VOCAB_SIZE, Doors, calling_tokenizer
 from helpers.flash import flash_attention
 from helpers.runs import digest, frozen_tensors
-from hfppo import PPOCallback, PPOConfig, PPOTrainer
+from hfppo import PPOCallback, PPOTrainer
 from hfppo.config import CHECKPOINTING
 from hfppo.models.layout import can_pack
 from hfppo.support.out_of_memory import OutOfMemory
 
-TOP_LOGIT = 25.0  # of trained models; random weights give about 1, and bfloat16 rounds in proportion
 MISMATCH = 0.1  # nats in the mean, from where docs/metrics.md calls sampler and training model two policies
 
 
@@ -82,37 +78,10 @@ def make_trainer(case: Case, workload: Workload, folder: Path) -> PPOTrainer:
     options = {"attn_implementation": attention} | ({} if case.dtype == "nf4" else {"dtype": workload.dtype})
     model = load(workload, folder, "policy", case.dtype == "nf4", **options)
     fields = {"logging_steps": 1, "learning_rate": 1e-3, **case.fields}
-    if case.kind == "agent":
-        return make_agent(model, folder, fields)
-    if case.kind == "large logits":
-        enlarge_logits(model)
     trainer = build(workload, folder, fields, model, distinct_characters, rollouts=case.rollouts)
     if case.kind == "ragged":
         end_with(trainer, list(range(1, workload.vocab_size, max(2, workload.new_tokens // 2))))
     return trainer
-
-
-def make_agent(model: PreTrainedModel, folder: Path, fields: dict[str, Any]) -> PPOTrainer:
-    """Return a trainer with the environment and the tokenizer of the tests."""
-    model.resize_token_embeddings(VOCAB_SIZE, mean_resizing=False)
-    model.config.max_position_embeddings = 512
-    own = {"max_completion_length": 120, "per_device_train_batch_size": 4, "num_mini_batches": 1, "max_steps": 1}
-    own |= {"output_dir": tempfile.mkdtemp(dir=folder), "use_cpu": training_device().type == "cpu"}
-    return PPOTrainer(
-        model=model,
-        args=PPOConfig(**{**own, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, **fields}),
-        train_dataset=PROMPTS,
-        processing_class=calling_tokenizer(),
-        environment_factory=Doors,
-    )
-
-
-@torch.no_grad()
-def enlarge_logits(model: PreTrainedModel) -> None:
-    """Scale the last norm so that the largest logit of a token is about TOP_LOGIT, as in trained models."""
-    ids = torch.randint(1, model.config.vocab_size, (4, 16), device=model.device)
-    top = float(model(ids).logits.float().amax(dim=-1).mean())
-    model.model.norm.weight.mul_(TOP_LOGIT / top)
 
 
 class MemoryCallback(PPOCallback):

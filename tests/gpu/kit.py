@@ -2,7 +2,6 @@
 
     python tests/gpu/kit.py --out DIR [--only tests,vllm] [--wheels WHEELS] [--peak_tflops 989]
     python tests/gpu/rows.py DIR          # tables of what it measured
-    python tests/gpu/kit.py --out DIR --dry-run
     python tests/gpu/kit.py --out DIR --small          # on a CPU: shows that the kit runs
 
 Each section of `sections.py` is a process with a time limit. It writes DIR/<section>.json after every case, so that a
@@ -136,12 +135,6 @@ def main(options: argparse.Namespace) -> int:
             measure(name, options)
         return 0
     names = options.only.split(",") if options.only else list(SECTIONS)
-    if options.dry_run:
-        for name in names:
-            missing = ", ".join(find_missing(SECTIONS[name], options.small))
-            purpose = (SECTIONS[name].run.__doc__ or "").split("\n")[0]
-            print(f"{name:14} {SECTIONS[name].minutes} min  {purpose}{f'  NOT HERE: needs {missing}' * bool(missing)}")
-        return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     options.out.mkdir(parents=True, exist_ok=True)
     # A small run spends most of its time on imports: all sections are one process.
@@ -167,7 +160,6 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON files")
     parser.add_argument("--only", help=f"some of the sections, in this order: {','.join(SECTIONS)}")
-    parser.add_argument("--dry-run", action="store_true", help="show what would run, and what it lacks here")
     parser.add_argument("--small", action="store_true", help="tiny sizes, without a GPU")
     parser.add_argument("--wheels", help="folder of wheels to install for the run")
     parser.add_argument("--peak_tflops", type=float, help="the GPU's dense bfloat16 rate; default: measured")

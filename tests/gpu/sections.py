@@ -5,14 +5,11 @@ and `rows.py` read the table at its end.
 """
 
 import importlib.util
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 from xml.etree import ElementTree
 
 HERE = Path(__file__).parent
@@ -89,7 +86,7 @@ def tests_with_vllm(job: Job) -> Figures:
 
 
 def first_rollout(job: Job) -> Figures:
-    """Train on one rollout: by the defaults, with an agent, and by settings, dtype and attention.
+    """Train on one rollout: by the defaults, and by settings, dtype and attention.
 
     The defaults come first, in bfloat16 for two rollouts and an evaluation, with the memory and work of each phase.
     """
@@ -106,52 +103,17 @@ def first_rollout(job: Job) -> Figures:
         yield {name: {"reason": f"needs {missing}"} if missing else run_case(case, workload, job.folder)}
 
 
-def resume(job: Job) -> Figures:
-    """Compare a run with the same run again, and with runs resumed within a rollout and between two."""
-    import torch
-    from ppo_hfppo import build
-    from ppo_workload import distinct_characters, load, write_models
-
-    from helpers.runs import final_state
-
-    workload = workload_of(job, "qwen2.5-0.5b", prompts=32, shortest_prompt=32, longest_prompt=128, new_tokens=64)
-    write_models(workload, job.folder, ("policy",))
-    steps = {"num_mini_batches": 2, "gradient_accumulation_steps": workload.prompts // workload.micro_batch // 2}
-    steps |= {"save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-3}
-
-    def train(more: dict[str, Any], checkpoint: Path | None = None) -> tuple[dict[str, torch.Tensor], Path]:
-        fields = {**steps, **more, "output_dir": tempfile.mkdtemp(dir=job.folder)}
-        if checkpoint is not None:
-            checkpoint = Path(shutil.copytree(checkpoint, Path(fields["output_dir"]) / checkpoint.name))
-        model = load(workload, job.folder, "policy", False)
-        trainer = build(workload, job.folder, fields, model, distinct_characters, rollouts=2)
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        assert trainer.state.global_step == 8
-        return {name: x.detach().cpu().clone() for name, x in final_state(trainer).items()}, Path(fields["output_dir"])
-
-    variants = {"defaults": {}} | ({} if job.small else {"full_determinism": {"full_determinism": True}})
-    for name, more in variants.items():
-        straight, folder = train(more)
-        for again, step in (("again", None), ("resumed within a rollout", 3), ("resumed between rollouts", 4)):
-            other, _ = train(more, None if step is None else folder / f"checkpoint-{step}")
-            assert other.keys() == straight.keys()
-            apart = {key: float((other[key].float() - straight[key].float()).abs().max()) for key in straight}
-            differ = [key for key in straight if not torch.equal(other[key], straight[key])]
-            columns = ("tensors", "that differ", "largest difference")
-            yield {f"{name}, {again}": dict(zip(columns, (len(apart), len(differ), max(apart.values())), strict=True))}
-
-
 def samplers(job: Job) -> Figures:
     """Compare the colocated vLLM, where it is installed, with `generate`."""
     from ppo_workload import tokenizer_for, write_models
-    from sampling import EOS, compare, load_actor, random_prompts
+    from samplers import EOS, compare, load_actor, random_prompts
 
     from hfppo.generation.sampler import Sampling
 
     workload = workload_of(job, "qwen2.5-0.5b")
     write_models(workload, job.folder, ("policy",))
     folder = job.folder / "policy"
-    tokenizer_for(workload, pad_beyond=False).save_pretrained(folder)
+    tokenizer_for(workload).save_pretrained(folder)
     model = load_actor(str(folder))
     prompts = random_prompts(workload.prompts, workload.shortest_prompt, workload.longest_prompt, workload.vocab_size)
     engine = {"enforce_eager": job.small, "max_model_len": workload.longest_prompt + workload.new_tokens}
@@ -224,7 +186,7 @@ def ppo(job: Job) -> Figures:
         model, reward = (load(workload, job.folder, name, False) for name in ("policy", "reward"))
         fields = {"local_rollout_forward_batch_size": workload.prompts}
         measured = summarize(measure(workload, job.folder, fields, model, reward, critic, rollouts=3))
-        counted = operations(workload, critic, "decoupled")
+        counted = operations(workload, critic)
         tflop = sum(counted[name] for name in OF_UPDATE if name in counted) / 1e12
         rate_of_update = tflop / measured["update, s"]
         yield {
@@ -249,56 +211,6 @@ def seven_billion(job: Job) -> Figures:
         reserved = {"reserved, GB": torch.cuda.max_memory_reserved() / 1e9} if torch.cuda.is_available() else {}
         yield {f"critic='{critic}'": {**measured, "base, GB": size / 1e9, **reserved}}
         del model
-
-
-def chunks(job: Job) -> Figures:
-    """Time log-probs by the number of tokens whose logits are computed at once."""
-    import time
-
-    import torch
-    from ppo_workload import drawing_device, training_device
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    from hfppo.models import output_head
-
-    device, dtype = training_device(), torch.float32 if job.small else torch.bfloat16
-    shapes = {"tiny": (64, 512)} if job.small else {"0.5B": (896, 151_936), "7B": (3584, 152_064)}
-    tokens, sizes = (512, (128, 512)) if job.small else (16_384, [2**n for n in range(7, 14)])
-
-    def seconds(run: Callable[[], Any]) -> float:
-        found = []
-        for _ in range(4):
-            start = time.perf_counter()
-            run()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            found.append(time.perf_counter() - start)
-        return median(found[1:])
-
-    for shape, (width, vocab_size) in shapes.items():
-        config = Qwen2Config(vocab_size=vocab_size, hidden_size=width, intermediate_size=width, num_hidden_layers=1)
-        with drawing_device():
-            model = Qwen2ForCausalLM(config)
-        model = model.to(device, dtype).requires_grad_(False)
-        hidden = torch.randn(tokens, width, device=device, dtype=dtype, requires_grad=True)
-        targets = torch.randint(vocab_size, (tokens,), device=device)
-
-        def passes(gradient: bool, model=model, hidden=hidden, targets=targets) -> None:
-            with torch.set_grad_enabled(gradient):
-                logprobs, _ = output_head.token_logprobs(model, hidden, targets, 1.0, "constant")
-                if gradient:
-                    logprobs.sum().backward()
-
-        for size in sizes:
-            forget_peak()
-            before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-            with patch.object(output_head, "tokens_at_once", lambda vocab_size, device, size=size: size):
-                found = {"without gradient, ms": 1e3 * seconds(lambda: passes(False))}
-                found["with gradient, ms"] = 1e3 * seconds(lambda: passes(True))
-            if torch.cuda.is_available():
-                found["peak above the start, MB"] = (torch.cuda.max_memory_allocated() - before) / 1e6
-            default = output_head.tokens_at_once(vocab_size, device) == size
-            yield {f"{shape}, {size}": {**found, "default": "yes" if default else "no"}}
 
 
 def grpo(job: Job) -> Figures:
@@ -337,12 +249,6 @@ SECTIONS = {
         ),
     ),
     "vllm_tests": Section(tests_with_vllm, "tests of vLLM's placements", 3, ("outcome",), ("vllm",)),
-    "resume": Section(
-        resume,
-        "compared with the straight run, Qwen2.5-0.5B shape",
-        3,
-        ("tensors", "that differ", "largest difference"),
-    ),
     "vllm": Section(
         samplers,
         "sampler, 256 × (≤ 1024 + 512) tokens",
@@ -359,12 +265,6 @@ SECTIONS = {
         5,
         (*ROLLOUT, "base, GB", "peak, GB", "reserved, GB"),
         ("bitsandbytes",),
-    ),
-    "chunks": Section(
-        chunks,
-        "head, tokens at once",
-        1,
-        ("without gradient, ms", "with gradient, ms", "peak above the start, MB", "default"),
     ),
     "grpo": Section(grpo, "GRPO, 256 × (≤ 1024 + 512) tokens", 4, (*ROLLOUT, "peak, GB"), ("trl",)),
 }

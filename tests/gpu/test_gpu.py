@@ -5,8 +5,6 @@ is, so that they are known to work before a GPU is at hand.
 """
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from helpers.flash import flash_attention
-from helpers.processes import ROOT, environment
 from helpers.runs import count_digits, digest, final_state, frozen_tensors
 from helpers.tiny import LORA, other_tokenizer, scorer, tiny_model
 from helpers.vllm_runs import Server, save_base
@@ -90,16 +87,6 @@ def test_ratio_1_and_kl_0_at_the_start_and_the_base_stays(make_trainer, tmp_path
     assert trainer.collector.rewards.funcs[1].model.device == trainer.args.device
 
 
-@pytest.mark.parametrize("dtype", FIRST_RATIO)
-def test_the_defaults_of_a_gpu_follow_the_base(make_trainer, tmp_path, dtype):
-    """Autocast, checkpointing, and rows by free memory; on a CPU nothing follows."""
-    fields = {**on_device(dtype), "bf16": None, "max_steps": 1}
-    trainer = make_trainer(fields, model=load(tmp_path / "base", dtype))
-    wanted = trainer.args.device.type == "cuda" and dtype != "float32"
-    assert (trainer.args.bf16, trainer.args.activation_checkpointing) == (wanted, wanted)
-    check_first_rollout(trainer, dtype)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "nf4"])
 def test_the_same_with_flash_attention(make_trainer, tmp_path, flash, dtype):
     trainer = make_trainer(on_device(dtype), model=load(tmp_path / "base", dtype, flash))
@@ -147,17 +134,6 @@ def test_resuming_equals_the_straight_run(make_trainer, tmp_path, dtype):
         assert resumed.keys() == straight.keys()
         assert [name for name, x in resumed.items() if not torch.equal(x, straight[name])] == [], step
     torch.use_deterministic_algorithms(False)
-
-
-def test_readmes_command_is_a_world_of_one_process(tmp_path):
-    """As torchrun starts it, the model is one of DDP."""
-    pytest.importorskip("trl")
-    cpu = ["--use_cpu", "true"] if PartialState().device.type == "cpu" else []
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
-    recipe = ROOT / "recipes/arithmetic"
-    command += [recipe / "arithmetic.py", "--config", recipe / "arithmetic.yaml", "--max_steps", "4", *cpu]
-    subprocess.run([*command, "--output_dir", tmp_path], check=True, env=environment(), cwd=ROOT)
-    assert (tmp_path / "adapter_model.safetensors").is_file()
 
 
 ENGINE_OF_A_TEST = {"max_model_len": 256, "enforce_eager": True, "gpu_memory_utilization": 0.2}

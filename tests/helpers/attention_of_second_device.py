@@ -7,13 +7,9 @@ import json
 import sys
 from pathlib import Path
 
-from build_arithmetic_base import character_tokenizer
-from datasets import Dataset
-
 from helpers.attention import register_attention
-from helpers.runs import SMALL, count_digits
-from helpers.tiny import LORA, ragged_model
-from hfppo import PPOConfig, PPOTrainer
+from helpers.runs import PROMPTS, small_trainer
+from helpers.tiny import ragged_model
 from hfppo.models import layout
 from hfppo.reporting.run_page import RunPageCallback
 
@@ -23,18 +19,11 @@ NAME = "second_only"
 layout.PACKING_ATTENTION = NAME  # packed rows are tried as well
 seen = register_attention(NAME, lambda query: query.device.type == "second")
 ragged_model().save_pretrained(OUT / "base")
-attention = {"attn_implementation": NAME}
-trainer = PPOTrainer(
+trainer = small_trainer(
+    OUT / "out",
+    {"use_cpu": False, "model_init_kwargs": {"attn_implementation": NAME}},
     model=str(OUT / "base"),
-    reward_funcs=count_digits,
-    args=PPOConfig(
-        **{**SMALL, "use_cpu": False},
-        output_dir=str(OUT / "out"),
-        model_init_kwargs=attention,
-    ),
-    train_dataset=Dataset.from_list([{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)]),
-    processing_class=character_tokenizer(),
-    peft_config=LORA,
+    train_dataset=PROMPTS,
     critic=str(OUT / "base"),
 )
 before = len(seen)

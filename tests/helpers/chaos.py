@@ -33,16 +33,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from build_arithmetic_base import character_tokenizer
 from datasets import Dataset, disable_progress_bars
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from helpers.agents import Chatter, talking_trainer
 from helpers.processes import freeze_imports
-from helpers.runs import SMALL, count_digits, final_state, logs, stops_at_kl
+from helpers.runs import SMALL, final_state, logs, small_trainer, stops_at_kl
 from helpers.tiny import LORA, tiny_model
 from helpers.vllm_runs import Server, save_base
-from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer
+from hfppo import AdaptiveKLCallback, PPOTrainer
 from hfppo.collect import candidates
 from hfppo.generation.vllm import Adapter
 from hfppo.generation.vllm_server import ServerEngine, serve_command
@@ -148,16 +147,8 @@ def make_trainer(out: str, variant: str, steps: int) -> PPOTrainer:
     if variant == "server ahead":
         given |= {"vllm_mode": "server", "vllm_server_base_url": SERVER["url"]}
         tell_of_publishing(out)
-    return PPOTrainer(
-        model=SERVER["base"] if variant == "server ahead" else tiny_model(),
-        reward_funcs=count_digits,
-        args=PPOConfig(output_dir=out, **given),
-        train_dataset=DATASET,
-        processing_class=character_tokenizer(),
-        peft_config=LORA,
-        critic=critic,
-        callbacks=callbacks,
-    )
+    model = SERVER["base"] if variant == "server ahead" else tiny_model()
+    return small_trainer(out, given, model=model, train_dataset=DATASET, critic=critic, callbacks=callbacks)
 
 
 def train(out: str, variant: str, steps: int) -> str:

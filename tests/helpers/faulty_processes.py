@@ -9,34 +9,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from build_arithmetic_base import character_tokenizer
-from datasets import Dataset
 
 import hfppo.collect.collector
 import hfppo.trainer
 from helpers.processes import freeze_imports
-from helpers.runs import SMALL, count_digits
-from helpers.tiny import LORA, tiny_model
-from hfppo import PPOConfig, PPOTrainer, TolerantReward
+from helpers.runs import count_digits, final_state, small_trainer
+from helpers.tiny import tiny_model
+from hfppo import PPOTrainer, TolerantReward
 from hfppo.collect.check_finite import NonFiniteError
 from hfppo.reporting.run_page import RunPageCallback
 
 freeze_imports()
 OUT, RANK = Path(sys.argv[1]), int(os.environ["RANK"])
-DATASET = Dataset.from_list([{"prompt": f"请问{a}+{b}="} for a in range(4) for b in range(3, 7)])
 PASSES, TERMS = hfppo.collect.collector.forward_passes, hfppo.trainer.ppo_terms
 
 
 def make(name: str, reward=count_digits, **config) -> PPOTrainer:
-    config = {**SMALL, "per_device_train_batch_size": 2, "max_steps": 6, **config}
-    trainer = PPOTrainer(
-        model=tiny_model(seed=1),
-        reward_funcs=reward,
-        args=PPOConfig(**config, output_dir=str(OUT / name)),
-        train_dataset=DATASET,
-        processing_class=character_tokenizer(),
-        peft_config=LORA,
-    )
+    config = {"per_device_train_batch_size": 2, "max_steps": 6, **config}
+    trainer = small_trainer(OUT / name, config, model=tiny_model(seed=1), reward_funcs=reward)
     trainer.remove_callback(RunPageCallback)  # half of the time of so small a run
     return trainer
 
@@ -69,10 +59,7 @@ def nan_in_loss(number: int, rank: int) -> None:
 
 
 def state(trainer: PPOTrainer) -> dict[str, list[float]]:
-    found = {n: p.detach() for n, p in trainer.model.named_parameters() if p.requires_grad}
-    for i, moments in trainer.optimizer.state_dict()["state"].items():
-        found.update({f"optimizer.{i}.{name}": tensor for name, tensor in moments.items()})
-    return {name: tensor.double().flatten().tolist() for name, tensor in found.items()}
+    return {name: tensor.double().flatten().tolist() for name, tensor in final_state(trainer).items()}
 
 
 @TolerantReward

@@ -14,21 +14,19 @@ from huggingface_hub import constants, snapshot_download
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, pipeline
 
-from helpers.runs import SMALL, count_digits
-from helpers.tiny import LORA, tiny_model
-from hfppo import PPOConfig, PPOTrainer
+from helpers.runs import SUMS, small_trainer
+from helpers.tiny import tiny_model
+from hfppo import PPOTrainer
 
 MODE, OUT, TOKEN = sys.argv[1], Path(sys.argv[2]), sys.argv[4]
 BASE = "team/base"
 CONFIG = {
-    **SMALL,
     "save_strategy": "steps",
     "save_steps": 3,  # 3 and 6 lie within rollouts
     "eval_strategy": "steps",
     "eval_steps": 4,
     "hub_token": TOKEN,
 }
-DATASET = Dataset.from_list([{"prompt": f"请问{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3, 7)])
 PROMPT = "请问3+4="
 LOGIT_IDS = torch.tensor([[14, 15, 2, 12, 5, 13]])
 
@@ -44,16 +42,9 @@ class StopAt(TrainerCallback):
 
 
 def make(name: str, model: str = BASE, stop: int | None = None, **config) -> PPOTrainer:
-    kwargs = {"peft_config": LORA, **config.pop("trainer", {})}
-    return PPOTrainer(
-        model=model,
-        reward_funcs=count_digits,
-        args=PPOConfig(**{**CONFIG, **config}, output_dir=str(OUT / name)),
-        train_dataset=DATASET,
-        eval_dataset=DATASET,
-        callbacks=None if stop is None else [StopAt(stop)],
-        **kwargs,
-    )
+    given = {"train_dataset": SUMS, "eval_dataset": SUMS, "processing_class": None, **config.pop("trainer", {})}
+    callbacks = [] if stop is None else [StopAt(stop)]
+    return small_trainer(OUT / name, {**CONFIG, **config}, model=model, callbacks=callbacks, **given)
 
 
 def weights(trainer: PPOTrainer) -> dict[str, torch.Tensor]:

@@ -8,15 +8,11 @@ import json
 import sys
 
 import torch
-from build_arithmetic_base import character_tokenizer
-from datasets import Dataset
 
-from helpers.runs import SMALL
-from helpers.tiny import LORA, other_tokenizer, ragged_model, scorer
-from hfppo import PPOConfig, PPOTrainer
+from helpers.runs import PROMPTS, small_trainer
+from helpers.tiny import other_tokenizer, ragged_model, scorer
+from hfppo import PPOTrainer
 from hfppo.reporting.run_page import RunPageCallback
-
-DATASET = Dataset.from_list([{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)])
 
 
 class CountingTrainer(PPOTrainer):
@@ -31,17 +27,15 @@ class CountingTrainer(PPOTrainer):
 
 found = {}
 for rows in (2, 8):
-    config = {**SMALL, "use_cpu": False, "per_device_train_batch_size": rows, "full_determinism": True}
-    args = PPOConfig(**config, output_dir=sys.argv[1])
-    trainer = CountingTrainer(
+    trainer = small_trainer(
+        sys.argv[1],
+        {"use_cpu": False, "per_device_train_batch_size": rows, "full_determinism": True},
         model=ragged_model(),
         reward_funcs=scorer(),
-        args=args,
-        train_dataset=DATASET,
-        processing_class=character_tokenizer(),
+        train_dataset=PROMPTS,
         reward_processing_classes=[other_tokenizer("right", "<void>")],
-        peft_config=LORA,
     )
+    trainer.__class__ = CountingTrainer
     assert str(trainer.args.device) == "second:0"
     trainer.remove_callback(RunPageCallback)
     trainer.model.critic.value_head.cpu()

@@ -12,7 +12,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from helpers.tiny import CHAT_TEMPLATE, LORA, tiny_model
-from hfppo import ActorCritic, ClipMetricsCallback, PPOCallback, PPOConfig, PPOTrainer, Rollout
+from hfppo import ActorCritic, ClipMetricsCallback, PPOCallback, PPOConfig, PPOTrainer, Rollout, Transcript
 from hfppo.learn.micro_batches import Counts, MiniBatchSize
 from hfppo.models.adapter_switch import CRITIC
 
@@ -70,14 +70,16 @@ def small_trainer(output_dir: str | Path, config: dict | None = None, **kwargs: 
 
 
 class Keep(PPOCallback):
-    """Keeps every rollout and its metrics."""
+    """Keeps every rollout with its texts and its metrics."""
 
     def __init__(self) -> None:
         self.rollouts: list[Rollout] = []
+        self.transcripts: list[Transcript] = []
         self.metrics: list[dict[str, float]] = []
 
-    def on_rollout_end(self, args, state, control, *, rollout, metrics, **kwargs):
+    def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, **kwargs):
         self.rollouts.append(rollout)
+        self.transcripts.append(transcript)
         self.metrics.append(metrics)
 
 

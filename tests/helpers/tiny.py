@@ -121,8 +121,6 @@ def tiny_opt(**more):
 # Architectures of unusual layers, by their type.
 UNUSUAL_LAYERS = {
     "mamba": {"state_size": 8, "time_step_rank": 4},
-    "falcon_mamba": {"state_size": 8, "time_step_rank": 4},
-    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8},
     "falcon_h1": {
         "mamba_d_state": 8,
         "mamba_n_heads": 4,
@@ -133,10 +131,6 @@ UNUSUAL_LAYERS = {
     "nemotron_h": {
         **{"layer_types": ["mamba", "attention"], "ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 16},
         **{"n_groups": 1, "chunk_size": 8, "head_dim": 16},
-    },
-    "bamba": {
-        **{"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_chunk_size": 8, "mamba_n_groups": 1},
-        "attn_layer_indices": [1],
     },
     "llama4_text": {"intermediate_size_mlp": 48, "num_local_experts": 2, "head_dim": 16, "attention_chunk_size": 16},
     "mllama_text_model": {"cross_attention_layers": [], "bos_token_id": 2},

@@ -7,14 +7,13 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from build_arithmetic_base import character_tokenizer
 from datasets import Dataset
 from peft import get_peft_model
 
 from helpers.processes import freeze_imports
-from helpers.runs import SMALL, count_digits
+from helpers.runs import count_digits, small_trainer
 from helpers.tiny import LORA, tiny_model
-from hfppo import PPOConfig, PPOTrainer
+from hfppo import PPOTrainer
 
 freeze_imports()
 OUT, RANK = Path(sys.argv[1]), int(os.environ["RANK"])
@@ -24,10 +23,8 @@ OTHER_LABEL = Dataset.from_list([{**row, "answer": "?"} if row["prompt"] == "2+1
 
 
 def make(config: dict | None = None, **kwargs) -> PPOTrainer:
-    config = {**SMALL, "max_steps": 2, "output_dir": str(OUT / "same"), **(config or {})}
-    given = {"model": tiny_model(), "reward_funcs": count_digits, "train_dataset": DATASET, "eval_dataset": DATASET}
-    given |= {"processing_class": character_tokenizer(), "peft_config": LORA, **kwargs}
-    return PPOTrainer(args=PPOConfig(**config), **given)
+    given = {"train_dataset": DATASET, "eval_dataset": DATASET, **kwargs}
+    return small_trainer(OUT / "same", {"max_steps": 2, **(config or {})}, **given)
 
 
 def own(first, second):
