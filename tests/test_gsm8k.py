@@ -183,7 +183,7 @@ def test_the_yaml_has_the_sizes_it_speaks_of(file, rollouts):
     assert args.rollout_size_per_process == 256
     assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 64
     assert (args.num_mini_batches, args.num_ppo_epochs, args.updates_per_rollout) == (4, 1, 4)
-    assert (args.learning_rate, args.critic_learning_rate) == (1e-4, None)
+    assert (args.learning_rate, args.critic_learning_rate) == (5e-5, 2.5e-4)
     assert (args.cliprange, args.gamma, args.lam, args.kl_coef) == (0.2, 1.0, 1.0, 0.001)
     assert args.max_prompt_length == 512
     assert args.max_tokens_per_micro_batch == 8 * (args.max_prompt_length + args.max_completion_length)
