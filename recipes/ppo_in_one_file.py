@@ -59,7 +59,7 @@ class Settings:
     # Each epoch shuffles the rollout and cuts it into mini-batches. Each mini-batch is one optimizer step.
     num_epochs: int = 2
     mini_batch_size: int = 64  # completions; must divide rollout_size
-    learning_rate: float = 1e-3  # at first; falls linearly to 0. Large models need about 1e-5
+    learning_rate: float = 1e-3  # at first; falls linearly to 0. Models from 0.5B on need 1e-5 to 5e-5
     max_grad_norm: float = 1.0
     kl_coef: float = 0.02  # β, the price of a nat between policy and reference, in units of reward
     gamma: float = 1.0  # γ, the discount of a reward for each token until it comes
