@@ -230,6 +230,18 @@ def test_a_run_keeps_what_it_goes_on_from_and_makes_way_for_the_rest(make_traine
     assert names(finished, "_earlier*") == ["_earlier_1"]
 
 
+def test_auto_starts_anew_or_resumes(make_trainer, straight, finished, tmp_path):
+    shutil.rmtree(finished / "checkpoint-6")
+    resumed = make_trainer(CONFIG)
+    resumed.train(resume_from_checkpoint="auto")
+    assert names(finished, "_earlier*") == []
+    assert_same_end(resumed, straight)
+    shutil.rmtree(finished)
+    anew = make_trainer(CONFIG)
+    anew.train(resume_from_checkpoint="auto")
+    assert_same_end(anew, straight)
+
+
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_the_best_checkpoint_is_found_where_it_was_moved_to(make_trainer, dataset, tmp_path):

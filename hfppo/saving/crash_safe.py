@@ -30,6 +30,8 @@ from hfppo.saving.manifest import find_damage, seal
 
 logger = logging.getLogger(__name__)
 
+AUTO = "auto"  # as `resume_from_checkpoint`: the last complete checkpoint, if there is one
+
 
 class CrashSafeTrainer(Trainer):
     """A Trainer whose checkpoints appear complete, and which resumes from the last complete one.
@@ -76,12 +78,15 @@ class CrashSafeTrainer(Trainer):
     def train(
         self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *args: Any, **kwargs: Any
     ) -> TrainOutput:
-        """Train as Trainer does; True resumes from the last complete checkpoint.
+        """Train as Trainer does.
 
+        Args:
+            resume_from_checkpoint: a path, or True for the last complete checkpoint; "auto" is the same if there is
+                one, and otherwise starts anew.
         Raises:
             ValueError: the named checkpoint is damaged, there is none, or another run uses the output folder.
         """
-        if isinstance(resume_from_checkpoint, str | os.PathLike):
+        if isinstance(resume_from_checkpoint, str | os.PathLike) and resume_from_checkpoint != AUTO:
             resume_from_checkpoint = os.path.expanduser(resume_from_checkpoint)
         with self._lock_output_dir():
             checkpoint = self._find_checkpoint(resume_from_checkpoint)
@@ -121,7 +126,7 @@ class CrashSafeTrainer(Trainer):
 
     def _find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """Return the folder to resume from; None to start anew."""
-        if isinstance(resume_from_checkpoint, str):
+        if isinstance(resume_from_checkpoint, str) and resume_from_checkpoint != AUTO:
             if (damage := find_damage(resume_from_checkpoint)) is not None:
                 raise ValueError(
                     f"resume_from_checkpoint={resume_from_checkpoint!r} {damage}; name an earlier checkpoint, or pass "
@@ -131,7 +136,8 @@ class CrashSafeTrainer(Trainer):
         if not resume_from_checkpoint:
             return None
         found = folders.find_last_intact(self.args.output_dir) if self.is_world_process_zero() else None
-        if (found := broadcast_object_list([found])[0]) is None:
+        found = broadcast_object_list([found])[0]
+        if found is None and resume_from_checkpoint != AUTO:
             raise ValueError(
                 f"resume_from_checkpoint=True: {self.args.output_dir} has no whole checkpoint; leave it out to start "
                 f"anew, name one that a later start moved to {folders.EARLIER}_<n>, or check output_dir"
