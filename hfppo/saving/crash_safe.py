@@ -9,24 +9,26 @@ import json
 import logging
 import os
 import shutil
+from collections import ChainMap
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from transformers import Trainer, TrainerState
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, TrainOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy, TrainOutput
 
 from hfppo.saving import checkpoint_folders as folders
 from hfppo.saving.just_in_time import JustInTimeCallback
 from hfppo.saving.lock import OutputLock
-from hfppo.saving.manifest import find_damage, seal
+from hfppo.saving.manifest import find_damage, hash_flushed, seal
+from hfppo.saving.shared_folder import check_shared
 
 logger = logging.getLogger(__name__)
 
@@ -107,19 +109,22 @@ class CrashSafeTrainer(Trainer):
 
     @contextmanager
     def _lock_output_dir(self) -> Iterator[None]:
-        """Keep other runs out of the output folder."""
+        """Keep other runs out of the output folder, and check that all processes have it."""
         if self.args.should_save:  # Trainer makes it once, and an earlier call that failed may have removed it
             os.makedirs(self.args.output_dir, exist_ok=True)
         lock = OutputLock(self.args.output_dir)
         other = None
         try:
-            if self.is_world_process_zero() and (other := lock.acquire()) is None:
+            if self.is_world_process_zero() and (other := lock.wait()) is None:
                 folders.finish_renames(self.args.output_dir)  # the other processes wait below before they search it
             if (other := broadcast_object_list([other])[0]) is not None:
                 raise ValueError(
                     f"output_dir={self.args.output_dir!r} is in use by another run ({other}); give another "
                     "output_dir, or wait until that run has ended"
                 )
+            saves = self.args.save_strategy != SaveStrategy.NO or self.args.enable_jit_checkpoint
+            if saves and self.args.world_size > 1:
+                check_shared(self.args.output_dir, self.args.should_save)
             yield
         finally:
             lock.release()
@@ -127,7 +132,8 @@ class CrashSafeTrainer(Trainer):
     def _find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """Return the folder to resume from; None to start anew."""
         if isinstance(resume_from_checkpoint, str) and resume_from_checkpoint != AUTO:
-            if (damage := find_damage(resume_from_checkpoint)) is not None:
+            own = find_damage(resume_from_checkpoint) if self.args.should_save else None
+            if damage := next(filter(None, gather_object([own])), None):
                 raise ValueError(
                     f"resume_from_checkpoint={resume_from_checkpoint!r} {damage}; name an earlier checkpoint, or pass "
                     "True for the last whole one"
@@ -175,10 +181,12 @@ class CrashSafeTrainer(Trainer):
                 self.save_run_state(str(staging / final.name))
             if self.state.best_global_step == self.state.global_step and self.state.best_model_checkpoint:
                 self.state.best_model_checkpoint = str(final)
-            self.accelerator.wait_for_everyone()
+            # Each process flushes and hashes its files, whose names end in its number: rank 0 may not see them yet.
+            own = (staging / final.name).glob(f"*_{self.args.process_index}.*")
+            each = gather_object([hash_flushed(staging / final.name, own)])
             if self.args.should_save:
                 self.state.save_to_json(str(staging / final.name / TRAINER_STATE_NAME))  # names the final folder
-                seal(staging / final.name)
+                seal(staging / final.name, {} if self.args.save_on_each_node else dict(ChainMap(*each)))
                 folders.publish(staging / final.name, final)
             self.accelerator.wait_for_everyone()
         if self.args.push_to_hub:

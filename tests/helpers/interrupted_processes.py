@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from unittest import mock
 
 from build_arithmetic_base import character_tokenizer
 
@@ -15,6 +16,7 @@ from helpers.processes import freeze_imports
 from helpers.runs import digest, final_state, logs, small_trainer
 from hfppo import PPOCallback, PPOTrainer
 from hfppo.reporting.plot import PlotCallback
+from hfppo.saving import manifest, shared_folder
 
 freeze_imports()
 OUT, RANK, LIFE = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -49,9 +51,26 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def tell() -> None:
+    """As upstream's handler of SIGTERM does."""
+    (callback,) = [c for c in told.callback_handler.callbacks if hasattr(c, "jit_manager")]
+    callback.jit_manager.is_checkpoint_requested = True
+
+
 killed = make("killed", die if LIFE == 0 else None)
 killed.train(resume_from_checkpoint="auto")
-straight = make("straight")
-straight.train(resume_from_checkpoint="auto")
-result = {"straight": end_of(straight), "killed": end_of(killed)}
+straight, hash_file, hashed = make("straight"), manifest.hash_file, set()
+with mock.patch.object(manifest, "hash_file", lambda path: hashed.add(path.name) or hash_file(path)):
+    straight.train()
+told = make("told", tell, enable_jit_checkpoint=True, save_strategy="no")
+told.train()
+resumed = make("told", enable_jit_checkpoint=True, save_strategy="no")
+resumed.train(resume_from_checkpoint="auto")
+shared_folder.PATIENCE = 0.2
+try:
+    make(f"own_{RANK}").train()
+except ValueError as error:
+    said = str(error)
+result = {"straight": end_of(straight), "killed": end_of(killed), "told": end_of(resumed)}
+result |= {"told_at": told.state.global_step, "hashed": sorted(hashed), "own": said}
 (OUT / f"result_{RANK}.json").write_text(json.dumps(result))
