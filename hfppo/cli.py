@@ -101,10 +101,11 @@ class RewardArguments(DataArguments):
 class PPOParser(TrlParser):
     """TRL's parser, with the errors of PPOConfig and a help that begins with this package's arguments.
 
-    Flags need their whole name, and `--resume_from_checkpoint true` means the last checkpoint. TRL's names of fields
-    are translated. The flags of a ModelConfig become `model_init_kwargs`. An error ends the script with its reason and
-    no traceback. `--help` shows the values of `--config` and the sizes that they make. `--help WORD` shows the
-    arguments with this word in their name, and `--help-all` those of transformers and TRL as well.
+    Flags need their whole name, and `--resume_from_checkpoint true` means the last checkpoint, `auto` the same if
+    there is one. TRL's names of fields are translated. The flags of a ModelConfig become `model_init_kwargs`. An error
+    ends the script with its reason and no traceback. `--help` shows the values of `--config` and the sizes that they
+    make. `--help WORD` shows the arguments with this word in their name, and `--help-all` those of transformers and
+    TRL as well.
 
     Args:
         dataclass_types: classes of arguments, such as `(DataArguments, PPOConfig, ActorArguments)`.
@@ -132,7 +133,7 @@ class PPOParser(TrlParser):
         return super().add_argument(*names, **options)
 
     def parse_args_and_config(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Return an instance of each dataclass; `resume_from_checkpoint` is a path, True or None."""
+        """Return an instance of each dataclass; `resume_from_checkpoint` is a path, "auto", True or None."""
         try:
             parsed = super().parse_args_and_config(*args, **kwargs)
             model_args = next((arguments for arguments in parsed if isinstance(arguments, ModelConfig)), None)

@@ -248,10 +248,6 @@ def check_inherited(args: Any) -> None:
             f"{args.metric_for_best_model} falls, but higher is better; set lr_scheduler_kwargs={{'mode': 'max'}}": (
                 by_reward and (args.lr_scheduler_kwargs or {}).get("mode") != "max"
             ),
-            f"enable_jit_checkpoint=True saves when a process gets SIGTERM, but {args.world_size} processes get it in "
-            "different steps and would wait for each other; set it to False, and save often": (
-                args.enable_jit_checkpoint and args.world_size > 1
-            ),
         }
     )
 

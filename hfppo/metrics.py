@@ -99,6 +99,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "time/environments": ("mean", "Seconds of it spent waiting for tools and environments, within `time/generation`."),
     "time/passes": ("mean", "Seconds of it spent in the passes of actor, reference and critic."),
     "time/rewards": ("mean", "Seconds of it spent in the reward functions."),
+    "time/straggler": ("lag", "Seconds of it that the slowest of several processes takes longer than the mean."),
     "time/update": ("mean", "Seconds of the optimizer steps on a rollout: seconds of one step, times their number."),
     "time/update_tflops": ("mean", "10¹² floating-point operations per second of the update, on each process."),
     "time/tokens_per_second": ("mean", "Tokens sampled per second of generation on each process."),
@@ -178,6 +179,8 @@ class Sums:
     def value(self) -> float:
         """Return the metric by its reduction; at least one part is needed."""
         mean = self.total / self.count
+        if self.reduction == "lag":
+            return self.largest - mean
         if self.reduction == "max":
             return self.largest
         return math.sqrt(max(self.squares / self.count - mean**2, 0.0)) if self.reduction == "std" else mean

@@ -152,6 +152,7 @@ def test_a_file_that_cannot_be_read_is_refused_in_a_sentence(config, capsys, tex
         ("", None),
         ("resume_from_checkpoint: true", True),
         ("resume_from_checkpoint: 'False'", None),
+        ("resume_from_checkpoint: auto", "auto"),
         ("resume_from_checkpoint: out/checkpoint-4", "out/checkpoint-4"),
     ],
 )

@@ -200,6 +200,18 @@ def test_a_run_keeps_what_it_goes_on_from_and_makes_way_for_the_rest(make_traine
     assert names(finished, "_earlier*") == ["_earlier_1"]
 
 
+def test_auto_starts_anew_or_resumes(make_trainer, straight, finished, tmp_path):
+    shutil.rmtree(finished / "checkpoint-6")
+    resumed = make_trainer(CONFIG)
+    resumed.train(resume_from_checkpoint="auto")
+    assert names(finished, "_earlier*") == []
+    assert_same_end(resumed, straight)
+    shutil.rmtree(finished)
+    anew = make_trainer(CONFIG)
+    anew.train(resume_from_checkpoint="auto")
+    assert_same_end(anew, straight)
+
+
 def test_the_best_checkpoint_stays(make_trainer, dataset, tmp_path):
     straight = make_trainer(BEST, eval_dataset=dataset)
     straight.train()

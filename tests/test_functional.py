@@ -148,6 +148,21 @@ def test_whiten_can_take_the_unbiased_variance_and_eps_stands_under_the_root():
     assert_close(F.whiten(double([-1, 1]), bits("11"), eps=3.0), double([-0.5, 0.5]))
 
 
+@pytest.mark.parametrize("function", [F.whiten, F.explained_variance, F.effective_sample_size])
+def test_rows_of_several_processes_are_measured_together_by_their_sums(function):
+    x, mask = (
+        torch.randn(4, 6, generator=torch.Generator().manual_seed(0)),
+        bits("110110", "100000", "000000", "111111"),
+    )
+    given = [x, x.square(), mask] if function is F.explained_variance else [x, mask]
+    sums: list[torch.Tensor] = []
+    whole = function(*given, total=lambda some: sums.append(some.sum()) or sums[-1])
+    assert_close(whole, function(*given))
+    part = function(*(some[:1] for some in given), total=lambda some: sums.pop(0))
+    assert_close(part, whole[:1] if function is F.whiten else whole)
+    assert sums == []
+
+
 def test_explained_variance_by_hand():
     mask = bits("0110")
     assert F.explained_variance(double([8, 1, 0, 8]), double([-8, 0, 1, 50]), mask) == pytest.approx(-3.0)

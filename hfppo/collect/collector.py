@@ -80,6 +80,11 @@ class Phases:
         rate = tokens / self.seconds["time/generation"]
         return {**self.times(), "time/tokens_per_second": parts_of(rate)}
 
+    @property
+    def own_seconds(self) -> float:
+        """Seconds of the phases in which a process waits for no other, unless the model is sharded."""
+        return sum(self.seconds[f"time/{name}"] for name in ("generation", "passes", "rewards"))
+
     def times(self) -> Measures:
         """Return the seconds of each phase."""
         return {name: parts_of(x) for name, x in self.seconds.items()}
@@ -226,7 +231,9 @@ class Collector:
                 passes = forward_passes(self.model, sequences, self.accelerator, self.args, needs_reference)
             with phase("rewards"):
                 numbers = sampled.pending.result()
-            whiten = self.whiten_globally if training else None
+            if training and self.accelerator.num_processes > 1:  # nothing above waits for another process
+                measures = measures | {"time/straggler": parts_of(phase.own_seconds)}
+            whiten = partial(F.whiten, total=self.total) if training else None
             assign_credit = CreditAssignment(self.args, ppo_state.kl_coef, whiten, self.rewards.weights)
             credited = assign_credit(samples, sequences, passes)
         rollout = credited.rollout
@@ -235,7 +242,7 @@ class Collector:
         measures = measures | phase.measures(float(rollout.mask.sum()))
         if training:
             measures |= self.measure_samples(samples, numbers)
-            measures |= measure_rollout(credited, ppo_state.kl_coef, self.args, self.gather)
+            measures |= measure_rollout(credited, ppo_state.kl_coef, self.args, self.total)
         return Collected(rollout, transcript_of(samples), measures)
 
     def measure_samples(self, samples: Sequence[Sample], numbers: Numbers) -> Measures:
@@ -301,16 +308,15 @@ class Collector:
             passes = forward_passes(self.model, rollout, self.accelerator, self.args, needs_reference)
         return replace(rollout, base_states=passes.base_states)
 
-    def whiten_globally(self, x: Tensor, mask: Tensor, shift_mean: bool = True, correction: int = 0) -> Tensor:
-        """Whiten over the rows of all processes, and return this process's rows."""
-        whitened = F.whiten(self.gather(x), self.gather(mask), shift_mean, correction)
-        first = self.accelerator.process_index * len(x)
-        return whitened[first : first + len(x), : x.shape[1]]
-
     def gather(self, x: Tensor) -> Tensor:
-        """Return the (processes·B, T) rows of all processes, in their order, padded to the longest."""
-        padded = self.accelerator.pad_across_processes(x.to(self.accelerator.device), dim=1)
-        return self.accelerator.gather(padded.to(x.dtype)).cpu()  # padding turns bool into int64
+        """Return the rows of all processes, in their order; (B, …) of this process's B rows."""
+        return self.accelerator.gather(x.to(self.accelerator.device)).cpu()
+
+    def total(self, x: Tensor) -> Tensor:
+        """Return the sum of a (B, T) tensor over all processes: of sums of rows, so that none gets others' tokens."""
+        if self.accelerator.num_processes == 1:
+            return x.sum()
+        return self.gather(x.sum(dim=1, dtype=torch.float64)).sum()
 
 
 def answers(rows: list[Row], turns: list[Turn], tokenizer: PreTrainedTokenizerBase) -> list[Sample]:

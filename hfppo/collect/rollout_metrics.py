@@ -40,13 +40,13 @@ def measure_scores(samples: Sequence[Sample], numbers: Numbers) -> Measures:
 
 
 def measure_rollout(
-    credited: Credited, kl_coef: float, args: PPOConfig, gather: Callable[[Tensor], Tensor]
+    credited: Credited, kl_coef: float, args: PPOConfig, total: Callable[[Tensor], Tensor]
 ) -> Measures:
     """Measure a rollout; `hfppo.metrics.METRICS` has the meaning of each name.
 
     Args:
         kl_coef: β of the rollout.
-        gather: returns the rows of all processes, for metrics that are not a mean over rows.
+        total: returns the sum of a (B, T) tensor over all processes, for metrics that are not a mean.
     """
     rollout, mask, scored = credited.rollout, credited.rollout.mask, credited.scored_tokens
     lengths, advantages = parts(mask.sum(dim=1)), parts(credited.raw_advantages, scored)
@@ -65,11 +65,11 @@ def measure_rollout(
         for name, estimator in (("kl", args.reward_kl_estimator), ("kl_k3", "k3")):
             measures[name] = parts(F.token_kl(rollout.old_logprobs, rollout.ref_logprobs, estimator), mask)
     if args.policy_mode != "bypass":
-        measures |= measure_mismatch(rollout, args, gather)
-    return measures | measure_values(credited, gather)
+        measures |= measure_mismatch(rollout, args, total)
+    return measures | measure_values(credited, total)
 
 
-def measure_values(credited: Credited, gather: Callable[[Tensor], Tensor]) -> Measures:
+def measure_values(credited: Credited, total: Callable[[Tensor], Tensor]) -> Measures:
     """Measure the critic's values, their targets, and how well they explain outcomes; {} without a critic.
 
     Targets with λ < 1 contain the values themselves: at 240 tokens and λ = 0.95, values without any relation to the
@@ -85,8 +85,7 @@ def measure_values(credited: Credited, gather: Callable[[Tensor], Tensor]) -> Me
     if rollout.context is not None:
         tokens["value/turn_explained_variance"] = fitted & F.turn_starts(rollout.mask)
     for name, some in tokens.items():
-        explained = F.explained_variance(gather(rollout.values), gather(outcomes), gather(some))
-        measures |= finite(name, explained)
+        measures |= finite(name, F.explained_variance(rollout.values, outcomes, some, total))
     return measures
 
 
@@ -136,7 +135,7 @@ def scores_alike(scores: Tensor, scored: Tensor, counts: Tensor, num_generations
     return alike | ~counts.any(dim=1)
 
 
-def measure_mismatch(rollout: Rollout, args: PPOConfig, gather: Callable[[Tensor], Tensor]) -> Measures:
+def measure_mismatch(rollout: Rollout, args: PPOConfig, total: Callable[[Tensor], Tensor]) -> Measures:
     """Measure the distance between the log-probs of sampler and training model, and the weights that correct it."""
     mask = rollout.mask
     difference = parts((rollout.old_logprobs - rollout.rollout_logprobs).abs(), mask)
@@ -151,5 +150,5 @@ def measure_mismatch(rollout: Rollout, args: PPOConfig, gather: Callable[[Tensor
         "mismatch/weight_mean": weights,
         "mismatch/weight_max": weights,
         "mismatch/cut_frac": parts(cut, mask),
-        **finite("mismatch/ess", F.effective_sample_size(gather(rollout.weights), gather(mask))),
+        **finite("mismatch/ess", F.effective_sample_size(rollout.weights, mask, total)),
     }

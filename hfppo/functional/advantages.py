@@ -4,6 +4,7 @@ Departures from the papers: advantages are 0 on masked columns, and credit passe
 between sampled ones, which are the context of a completion of several turns.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import TypeVar
@@ -139,7 +140,14 @@ def length_adaptive_lam(mask: Tensor, alpha: float) -> Tensor:
     return (1.0 - 1.0 / (alpha * mask.sum(dim=1).clamp(min=1))).clamp(min=0.0)
 
 
-def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, correction: int = 0, eps: float = 1e-8) -> Tensor:
+def whiten(
+    x: Tensor,
+    mask: Tensor,
+    shift_mean: bool = True,
+    correction: int = 0,
+    eps: float = 1e-8,
+    total: Callable[[Tensor], Tensor] = torch.sum,
+) -> Tensor:
     """Scale to unit variance, and shift to mean 0, over the real tokens of all rows.
 
         (x − mean) / √(var + eps),   var = Σ (x − mean)² / (count − correction)
@@ -152,31 +160,39 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, correction: int = 0
         mask: (B, T) bool, True on real tokens.
         shift_mean: False keeps the mean (reward whitening).
         correction: 1 takes the unbiased variance.
+        total: returns the sum of a (B, T) tensor; over the rows of all processes, if they are whitened together.
     Returns:
         (B, T), 0 where mask is False; finite also for one single real token.
     """
     require_same_shape(x=x, mask=mask)
-    count = mask.sum().clamp(min=1)
-    mean = x.double().where(mask, 0.0).sum() / count
-    var = (x - mean).square().where(mask, 0.0).sum() / (count - correction).clamp(min=1)
+    count = total(mask).clamp(min=1)
+    mean = total(x.double().where(mask, 0.0)) / count
+    var = total((x - mean).square().where(mask, 0.0)) / (count - correction).clamp(min=1)
     scaled = (x - mean) * torch.rsqrt(var + eps)
     return (scaled if shift_mean else scaled + mean).where(mask, 0.0)
 
 
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+def explained_variance(
+    values: Tensor, returns: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor] = torch.sum
+) -> float:
     """1 − Var(R − V)/Var(R) over real tokens: 1 is a perfect critic, 0 a constant one, below 0 a harmful one.
 
     Args:
         values, returns: (B, T).
         mask: (B, T) bool, True on real tokens.
+        total: see `whiten`.
     Returns:
         A float; NaN when the returns do not vary.
     """
     require_same_shape(values=values, returns=returns, mask=mask)
-    real = returns[mask]
-    if real.numel() == 0 or real.max() == real.min():  # a variance of equal numbers is not always exactly 0
-        return float("nan")
-    return float(1.0 - (returns - values)[mask].var(correction=0) / real.var(correction=0))
+    count = total(mask)
+
+    def variance(x: Tensor) -> float:
+        mean = total(x.double().where(mask, 0.0)) / count  # in float64, so that equal numbers have the variance 0
+        return float(total((x.double() - mean).square().where(mask, 0.0)) / count)
+
+    of_returns = variance(returns)
+    return 1.0 - variance(returns - values) / of_returns if of_returns > 0 else math.nan
 
 
 def _completion_rewards(rewards: Tensor, mask: Tensor, **per_row: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Importance weights between the sampler's numerics and the training model's."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -53,7 +55,7 @@ def importance_weights(
     return weights.where(inside, 0.0), inside if bound == "reject" else mask.clone()
 
 
-def effective_sample_size(weights: Tensor, mask: Tensor) -> float:
+def effective_sample_size(weights: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor] = torch.sum) -> float:
     """Share of the tokens that would give the same variance with equal weights; 1 if all weights are equal.
 
         (Σ w)² / (N·Σ w²)
@@ -61,9 +63,10 @@ def effective_sample_size(weights: Tensor, mask: Tensor) -> float:
     Args:
         weights: (B, T).
         mask: (B, T) bool.
+        total: returns the sum of a (B, T) tensor; over the rows of all processes, if they are one sample.
     Returns:
         In [0, 1]; NaN without a token or with all weights 0.
     """
     require_same_shape(weights=weights, mask=mask)
-    w = weights[mask].double()
-    return float(w.sum().square() / (w.numel() * w.square().sum())) if w.numel() else float(torch.nan)
+    w = weights.double().where(mask, 0.0)
+    return float(total(w).square() / (total(mask) * total(w.square())))

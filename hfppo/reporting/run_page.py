@@ -62,7 +62,7 @@ CHARTS = {
     ("Tokens per second", "每秒 token 数"): ("time/tokens_per_second",),
     ("Seconds per rollout, by phase", "每个 rollout 各阶段用时（秒）"): (
         *("time/rollout", "time/generation", "time/passes", "time/rewards", "time/environments"),
-        *("time/update", "time/candidates"),
+        *("time/update", "time/candidates", "time/straggler"),
     ),
 }
 

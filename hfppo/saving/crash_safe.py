@@ -9,26 +9,30 @@ import json
 import logging
 import os
 import shutil
+from collections import ChainMap
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from transformers import Trainer, TrainerState
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, TrainOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy, TrainOutput
 
 from hfppo.saving import checkpoint_folders as folders
 from hfppo.saving.just_in_time import JustInTimeCallback
 from hfppo.saving.lock import OutputLock
-from hfppo.saving.manifest import find_damage, seal
+from hfppo.saving.manifest import find_damage, hash_flushed, seal
+from hfppo.saving.shared_folder import check_shared
 
 logger = logging.getLogger(__name__)
+
+AUTO = "auto"  # as `resume_from_checkpoint`: the last complete checkpoint, if there is one
 
 
 class CrashSafeTrainer(Trainer):
@@ -76,12 +80,15 @@ class CrashSafeTrainer(Trainer):
     def train(
         self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *args: Any, **kwargs: Any
     ) -> TrainOutput:
-        """Train as Trainer does; True resumes from the last complete checkpoint.
+        """Train as Trainer does.
 
+        Args:
+            resume_from_checkpoint: a path, or True for the last complete checkpoint; "auto" is the same if there is
+                one, and otherwise starts anew.
         Raises:
             ValueError: the named checkpoint is damaged, there is none, or another run uses the output folder.
         """
-        if isinstance(resume_from_checkpoint, str | os.PathLike):
+        if isinstance(resume_from_checkpoint, str | os.PathLike) and resume_from_checkpoint != AUTO:
             resume_from_checkpoint = os.path.expanduser(resume_from_checkpoint)
         with self._lock_output_dir():
             checkpoint = self._find_checkpoint(resume_from_checkpoint)
@@ -102,27 +109,31 @@ class CrashSafeTrainer(Trainer):
 
     @contextmanager
     def _lock_output_dir(self) -> Iterator[None]:
-        """Keep other runs out of the output folder."""
+        """Keep other runs out of the output folder, and check that all processes have it."""
         if self.args.should_save:  # Trainer makes it once, and an earlier call that failed may have removed it
             os.makedirs(self.args.output_dir, exist_ok=True)
         lock = OutputLock(self.args.output_dir)
         other = None
         try:
-            if self.is_world_process_zero() and (other := lock.acquire()) is None:
+            if self.is_world_process_zero() and (other := lock.wait()) is None:
                 folders.finish_renames(self.args.output_dir)  # the other processes wait below before they search it
             if (other := broadcast_object_list([other])[0]) is not None:
                 raise ValueError(
                     f"output_dir={self.args.output_dir!r} is in use by another run ({other}); give another "
                     "output_dir, or wait until that run has ended"
                 )
+            saves = self.args.save_strategy != SaveStrategy.NO or self.args.enable_jit_checkpoint
+            if saves and self.args.world_size > 1:
+                check_shared(self.args.output_dir, self.args.should_save)
             yield
         finally:
             lock.release()
 
     def _find_checkpoint(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """Return the folder to resume from; None to start anew."""
-        if isinstance(resume_from_checkpoint, str):
-            if (damage := find_damage(resume_from_checkpoint)) is not None:
+        if isinstance(resume_from_checkpoint, str) and resume_from_checkpoint != AUTO:
+            own = find_damage(resume_from_checkpoint) if self.args.should_save else None
+            if damage := next(filter(None, gather_object([own])), None):
                 raise ValueError(
                     f"resume_from_checkpoint={resume_from_checkpoint!r} {damage}; name an earlier checkpoint, or pass "
                     "True for the last whole one"
@@ -131,7 +142,8 @@ class CrashSafeTrainer(Trainer):
         if not resume_from_checkpoint:
             return None
         found = folders.find_last_intact(self.args.output_dir) if self.is_world_process_zero() else None
-        if (found := broadcast_object_list([found])[0]) is None:
+        found = broadcast_object_list([found])[0]
+        if found is None and resume_from_checkpoint != AUTO:
             raise ValueError(
                 f"resume_from_checkpoint=True: {self.args.output_dir} has no whole checkpoint; leave it out to start "
                 f"anew, name one that a later start moved to {folders.EARLIER}_<n>, or check output_dir"
@@ -169,10 +181,12 @@ class CrashSafeTrainer(Trainer):
                 self.save_run_state(str(staging / final.name))
             if self.state.best_global_step == self.state.global_step and self.state.best_model_checkpoint:
                 self.state.best_model_checkpoint = str(final)
-            self.accelerator.wait_for_everyone()
+            # Each process flushes and hashes its files, whose names end in its number: rank 0 may not see them yet.
+            own = (staging / final.name).glob(f"*_{self.args.process_index}.*")
+            each = gather_object([hash_flushed(staging / final.name, own)])
             if self.args.should_save:
                 self.state.save_to_json(str(staging / final.name / TRAINER_STATE_NAME))  # names the final folder
-                seal(staging / final.name)
+                seal(staging / final.name, {} if self.args.save_on_each_node else dict(ChainMap(*each)))
                 folders.publish(staging / final.name, final)
             self.accelerator.wait_for_everyone()
         if self.args.push_to_hub:

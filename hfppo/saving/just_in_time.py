@@ -1,5 +1,6 @@
 """Checkpoints at SIGTERM that contain all logs of the steps before them."""
 
+import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
@@ -20,20 +21,32 @@ class JustInTimeCallback(JITCheckpointCallback):
         """Begin a run."""
         self._stepped = self._saved = False
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether a signal asked a process of the run to save. A collective call."""
+        accelerator = self.trainer.accelerator
+        own = torch.tensor(float(self.jit_manager.is_checkpoint_requested), device=accelerator.device)
+        return bool(accelerator.reduce(own, "sum") > 0)
+
     def save_between_steps(self, control: TrainerControl) -> bool:
-        """Save and end the run if a signal asked for it; return whether it did. Call it after a step was logged."""
+        """Save and end the run if a signal asked for it; return whether it did. Call it after a step was logged.
+
+        A collective call: a signal to one process suffices, and all save between the same two steps.
+        """
         # Before the first step of a resumed run the checkpoint's random state is not loaded yet.
-        return self._stepped and self.save_if_asked(control)
+        if asked := self._stepped and self.is_asked:
+            self._save(control)
+        return asked
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object):
         """Save before a step if asked."""
-        self.save_if_asked(control)
+        self._save_within_step(args, control)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ):
         """Save within a step if asked; the resumed run makes that step from its beginning."""
-        self.save_if_asked(control)
+        self._save_within_step(args, control)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object):
         """Only note the step: it is logged and evaluated after this event."""
@@ -43,15 +56,18 @@ class JustInTimeCallback(JITCheckpointCallback):
         """Save the run's last step once it is logged; log nothing more if a signal ended the run."""
         if self._saved:
             control.should_log = control.should_evaluate = control.should_save = False
-        elif control.should_training_stop and self.jit_manager.is_checkpoint_requested:
+        elif control.should_training_stop and self.is_asked:
             self.jit_manager.is_checkpoint_requested = False
             control.should_save = True
 
-    def save_if_asked(self, control: TrainerControl) -> bool:
-        """Save and end the run if a signal asked for it; return whether it did."""
-        if asked := self.jit_manager.is_checkpoint_requested:
-            self.jit_manager.is_checkpoint_requested = False
-            control.should_training_stop = self._saved = True
-            # Not upstream's `execute_jit_checkpoint`, which marks unfinished checkpoints in a folder of their name.
-            self.trainer._save_checkpoint(self.trainer.model, trial=None)
-        return asked
+    def _save_within_step(self, args: TrainingArguments, control: TrainerControl) -> None:
+        """Save if a signal asked a single process for it; several agree between steps only."""
+        if args.world_size == 1 and self.jit_manager.is_checkpoint_requested:
+            self._save(control)
+
+    def _save(self, control: TrainerControl) -> None:
+        """Save, and end the run."""
+        self.jit_manager.is_checkpoint_requested = False
+        control.should_training_stop = self._saved = True
+        # Not upstream's `execute_jit_checkpoint`, which marks unfinished checkpoints in a folder of their name.
+        self.trainer._save_checkpoint(self.trainer.model, trial=None)

@@ -3,12 +3,14 @@
 import os
 import socket
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
 if sys.platform != "win32":
     import fcntl
 
+PATIENCE = 120.0  # seconds; NFSv4 keeps the lock of a machine that died for about 90
 LOCK = "_running"  # Trainer pushes no file whose name begins with "_"
 
 
@@ -23,6 +25,13 @@ class OutputLock:
     def __init__(self, output_dir: str | Path):
         self._path = Path(output_dir) / LOCK
         self._descriptor: int | None = None
+
+    def wait(self) -> str | None:
+        """Take the lock as `acquire` does; that of another machine, which may have died, is waited for."""
+        end, own = time.monotonic() + PATIENCE, f" on {socket.gethostname()}"
+        while (other := self.acquire()) is not None and not other.endswith(own) and time.monotonic() < end:
+            time.sleep(1.0)
+        return other
 
     def acquire(self, again: bool = True) -> str | None:
         """Take the lock. Return None, or the id and host of the process that has it already.

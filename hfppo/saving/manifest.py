@@ -3,21 +3,35 @@
 import hashlib
 import json
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 MANIFEST = "manifest.json"
 
 
-def seal(folder: Path) -> None:
-    """Flush a folder's files to disk, and list them with their hashes in its manifest."""
+def seal(folder: Path, known: Mapping[str, str] | None = None) -> None:
+    """Flush a folder's files to disk, and list them with their hashes in its manifest.
+
+    Args:
+        known: hashes of files that other processes have flushed, by their names in the folder.
+    """
     (folder / MANIFEST).unlink(missing_ok=True)
-    hashes = {str(path.relative_to(folder)): hash_file(path) for path in sorted(folder.rglob("*")) if path.is_file()}
-    for name in hashes:
-        flush(folder / name)
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    hashes = dict(known or {})
+    hashes |= hash_flushed(folder, [path for path in files if str(path.relative_to(folder)) not in hashes])
     (folder / MANIFEST).write_text(json.dumps(hashes, indent=1), encoding="utf-8")
     flush(folder / MANIFEST)
     for path in [folder, *(p for p in folder.rglob("*") if p.is_dir())]:
         flush(path)
+
+
+def hash_flushed(folder: Path, files: Iterable[Path]) -> dict[str, str]:
+    """Flush files to disk, and return their hashes by their names in the folder."""
+    hashes = {}
+    for path in files:
+        flush(path)
+        hashes[str(path.relative_to(folder))] = hash_file(path)
+    return hashes
 
 
 def hash_file(path: Path) -> str:
