@@ -175,6 +175,7 @@ def test_nothing_that_was_set_is_changed(config):
         ("vllm_engine_kwargs", {"hf_token": "abcSECRET"}, "vllm_engine_kwargs['hf_token']"),
         ("chat_template_kwargs", {"tools": [{"api_key": "abcSECRET"}]}, "chat_template_kwargs['tools'][0]['api_key']"),
         ("generation_kwargs", {"x": "http://me:abcSECRET@host"}, "generation_kwargs['x']"),
+        ("vllm_server_base_url", ["http://a", "http://me:abcSECRET@b"], "vllm_server_base_url[1]"),
         ("vllm_server_base_url", "http://me:abcSECRET@host", "vllm_server_base_url"),
         ("run_name", f"with hf_{'SECRET' * 5}", "run_name"),
     ],
@@ -217,6 +218,10 @@ CISPO = {"policy_loss": "cispo"}
 
 @pytest.mark.parametrize(
     ("given", "words"),
+        (
+            {"vllm_server_base_url": ["http://a", 8]},
+            r"^vllm_server_base_url=.*8\] must be a text, or a list of",
+        ),
     [
         ({"reward_weights": "1,2"}, "^reward_weights='1,2' must be a list of numbers$"),
         ({"reward_weights": [1, "2"]}, r"^reward_weights=\[1, '2'\] must be a list of numbers$"),
