@@ -7,7 +7,8 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from tenacity import RetryCallState, stop_after_delay, stop_any
+from tenacity import RetryCallState, stop_after_delay
+from tenacity.stop import stop_base
 
 from hfppo.config import PPOConfig
 from hfppo.generation.vllm import Adapter, Engine, Sampled, engine_options
@@ -126,7 +127,7 @@ class Server:
         base = url.rstrip("/")  # each path begins with a slash
         self.name, self.command = hide_in_url(base), command
         self.patient = Endpoint(base, timeout, stop_after_delay(timeout), MAX_CONCURRENCY, final_text=final)
-        self.quick = replace(self.patient, stop=stop_any(stop_after_delay(timeout), is_lost))
+        self.quick = replace(self.patient, stop=stop_after_delay(timeout) | StopIfLost())
 
     async def check(self) -> None:
         """Wait for the server.
@@ -188,9 +189,12 @@ class Server:
         return [answer["choices"][0] for answer in answers]
 
 
-def is_lost(attempt: RetryCallState) -> bool:
-    """Return whether a server cannot be reached after some attempts; a server that is slow may still answer."""
-    return attempt.attempt_number >= CONNECTIONS and isinstance(attempt.outcome.exception(), Unreachable)
+class StopIfLost(stop_base):
+    """Stops when a server cannot be reached after some attempts; a server that is slow may still answer."""
+
+    def __call__(self, retry_state: RetryCallState) -> bool:
+        error = None if retry_state.outcome is None else retry_state.outcome.exception()
+        return retry_state.attempt_number >= CONNECTIONS and isinstance(error, Unreachable)
 
 
 def serve_command(model: ActorCritic) -> str:
