@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType
 
 from helpers.processes import HELPERS, TWO_PROCESSES, environment
-from helpers.tiny import tiny_model
+from helpers.fake_vllm import PeftVLLM
+from helpers.tiny import ragged_model, tiny_model
 from hfppo import TolerantReward
 from hfppo.checks.engine import check_engine
 from hfppo.rewards.model import RewardAdapter
@@ -195,7 +196,33 @@ def test_a_run_ends_with_actor_and_critic_of_the_best_checkpoint(run_of, engine)
     assert any(not torch.equal(last[name], tensor) for name, tensor in expected.items())
 
 
-BUDGET, VLLM = {"max_tokens_per_micro_batch": 100}, {"use_vllm": True}
+BUDGET, VLLM = {"max_tokens_per_micro_batch": 100}, {"use_vllm": True, "vllm_mode": "colocate"}
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
+def test_a_sharded_run_gathers_trained_weights_only(run_of, engine):
+    found = run_of(engine, {"bf16": True})[1]
+    assert found["saved"] == found["trained"]
+
+
+@pytest.mark.parametrize(("engine", "fields"), [("fsdp2", PIECES), ("zero3", UNCLIPPED)])
+def test_a_vllm_server_samples_from_a_sharded_policy(tmp_path, engine, fields):
+    """The server computes with plain PEFT, from the folders that the run writes."""
+    if engine == "zero3":
+        pytest.importorskip("deepspeed")
+    ragged_model().save_pretrained(tmp_path / "base")
+    server = PeftVLLM(tmp_path / "base")
+    try:
+        of_server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url}
+        run = launch(tmp_path, "shared", engine, fields | of_server)
+    finally:
+        server.server.stop()
+    assert run.returncode == 0, run.stderr
+    result = json.loads((tmp_path / "result_0.json").read_text())
+    first, second = (entry for entry in result["straight"] if "mismatch/max" in entry)
+    assert max(first["mismatch/max"], second["mismatch/max"]) < 1e-4
+    assert second["kl_k3"] > 1e-3, "a stale adapter would show"
+    assert result["resumed"] == result["straight"]
+
+
 EPOCHS = {"num_critic_epochs": 8, "critic_epochs": 8}
 REENTRANT = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
 PRETRAINING = {"critic_pretraining_completions": 512}
@@ -249,7 +276,7 @@ WITH_OPTIMIZER.state.deepspeed_plugin.deepspeed_config["optimizer"] = {"type": "
             *("shared", [], {}, r"adapter would be empty; .* set activation_checkpointing=True"),
         ),
         (engine(DistributedType.FSDP), "shared", [], {"vf_coef": 0.0}, "vf_coef=0 .*cannot load a checkpoint.*or DDP"),
-        (engine(DistributedType.FSDP), "shared", [], VLLM, "use_vllm=True needs whole weights, which FSDP2 shards"),
+        (engine(DistributedType.FSDP), "shared", [], VLLM, "'colocate' needs whole .* set vllm_mode='server'"),
         (ZERO_2, "adapter", [], BUDGET, "max_tokens_per_micro_batch needs DDP"),
         (engine(DistributedType.FSDP), "shared", [], EPOCHS, "num_critic_epochs=8 .*leave it out, or use DDP"),
         (engine(DistributedType.FSDP), "shared", [], PRETRAINING, "completions=512 .*leave it out, or use DDP"),

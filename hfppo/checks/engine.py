@@ -87,7 +87,7 @@ def whole_faults(engine: str, reward_funcs: list[RewardFunc], args: PPOConfig) -
     reward_adapter = any(isinstance(unwrap(func), RewardAdapter) for func in reward_funcs)
     parts = {
         "a reward adapter": (reward_adapter, "merge it into its base and give the merged model"),
-        "use_vllm=True": (args.use_vllm, "set use_vllm=False"),
+        "vllm_mode='colocate'": (args.use_vllm and args.vllm_mode == "colocate", "set vllm_mode='server'"),
         "rollouts_ahead=1": (args.rollouts_ahead, "set rollouts_ahead=0"),
     }
     return {
