@@ -71,8 +71,6 @@ UNUSABLE_FIELDS = {
     "fp16_full_eval": FULL_EVAL,
     "ignore_data_skip": "Trainer would count a resumed epoch from its beginning; leave it out, since a resumed run "
     "continues with its next prompts",
-    "parallelism_config": "tensor, context and sequence parallelism are not supported; use DDP, FSDP2 or ZeRO, as "
-    "docs/distributed.md says",
 }
 
 # Fields of TrainingArguments about dataloaders, labels and the order of rows, which PPO does not read.
