@@ -182,7 +182,9 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
     vllm_mode: Literal["colocate", "server"] = option(
         "colocate", "An engine in each training process, or a server by its address (GRPO)."
     )
-    vllm_server_base_url: str | None = option(None, "Address of `vllm serve`; None: 127.0.0.1:8000 (GRPO).")
+    vllm_server_base_url: list[str] | str | None = option(
+        None, "Address of `vllm serve`, or several addresses; None: 127.0.0.1:8000 (GRPO).", nargs="+"
+    )
     vllm_server_timeout: Positive = option(240.0, "Seconds to wait for the server to start, and to answer (GRPO).")
     vllm_engine_kwargs: dict[str, Any] | str | None = option(
         None,

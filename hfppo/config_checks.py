@@ -44,6 +44,11 @@ def is_number(x: object) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
 
 
+def are_texts(x: object) -> bool:
+    """Return whether x is a text or a list of texts."""
+    return isinstance(x, str) or (isinstance(x, list | tuple) and all(isinstance(text, str) for text in x))
+
+
 # What values of a type must be, and how the error says so.
 TYPES: dict[object, tuple[Callable[[Any], bool], str]] = {
     bool: (lambda x: isinstance(x, bool), "True or False"),
@@ -51,6 +56,7 @@ TYPES: dict[object, tuple[Callable[[Any], bool], str]] = {
     float: (is_number, "a finite number"),
     list[float]: (lambda x: isinstance(x, list | tuple) and all(map(is_number, x)), "a list of numbers"),
     dict[str, Any] | str: (lambda x: isinstance(read_json(x), dict), "a dictionary, or JSON of one"),
+    list[str] | str: (are_texts, "a text, or a list of texts"),
 }
 
 # Fields of TrainingArguments that break PPO, with the reason and a remedy; only their defaults are allowed.
@@ -65,8 +71,6 @@ UNUSABLE_FIELDS = {
     "fp16_full_eval": FULL_EVAL,
     "ignore_data_skip": "Trainer would count a resumed epoch from its beginning; leave it out, since a resumed run "
     "continues with its next prompts",
-    "parallelism_config": "tensor, context and sequence parallelism are not supported; use DDP, FSDP2 or ZeRO, as "
-    "docs/distributed.md says",
 }
 
 # Fields of TrainingArguments about dataloaders, labels and the order of rows, which PPO does not read.

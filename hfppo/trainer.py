@@ -587,6 +587,10 @@ class PPOTrainer(CrashSafeTrainer):
             self._checkpoint = self._checkpoint.moved_to(maker)
         self._checkpoint.check(checkpoint)
 
+    def weights_to_save(self) -> dict[str, Tensor]:
+        """Return the trained weights."""
+        return self.model.weights_to_save()
+
     def save_run_state(self, folder: str) -> None:
         """Save PPO's state, the rollout in use and the metrics that are not logged yet."""
         run, made = self._run, self.state.global_step

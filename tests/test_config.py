@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
 from build_arithmetic_base import character_tokenizer
 from transformers import HfArgumentParser, TrainingArguments
@@ -127,6 +126,7 @@ def test_what_follows_from_fields(config, given, derived):
         ("model_init_kwargs", '{"use_auth_token": "abcSECRET"}', "model_init_kwargs['use_auth_token']"),
         ("chat_template_kwargs", {"tools": [{"api_key": "abcSECRET"}]}, "chat_template_kwargs['tools'][0]['api_key']"),
         ("vllm_server_base_url", "http://me:abcSECRET@host", "vllm_server_base_url"),
+        ("vllm_server_base_url", ["http://a", "http://me:abcSECRET@b"], "vllm_server_base_url[1]"),
         ("run_name", f"with hf_{'SECRET' * 5}", "run_name"),
     ],
 )
@@ -161,7 +161,6 @@ BREAKING = {
     "bf16_full_eval": True,
     "fp16_full_eval": True,
     "ignore_data_skip": True,
-    "parallelism_config": ParallelismConfig(),
 }
 CISPO = {"policy_loss": "cispo"}
 
@@ -170,6 +169,10 @@ CISPO = {"policy_loss": "cispo"}
     ("given", "words"),
     [
         ({"reward_weights": "1,2"}, "^reward_weights='1,2' must be a list of numbers$"),
+        (
+            {"vllm_server_base_url": ["http://a", 8]},
+            r"^vllm_server_base_url=.*8\] must be a text, or a list of",
+        ),
         ({"reward_weights": [1, "2"]}, r"^reward_weights=\[1, '2'\] must be a list of numbers$"),
         ({"scale_rewards": "row"}, "^scale_rewards='row' is unknown; choose from group, batch, none$"),
         ({"gamma": np.float32(1.5)}, r"^gamma=1\.5 must be in \[0, 1\]"),
@@ -298,8 +301,8 @@ USABLE = re.findall(
     save_only_model save_strategy save_steps save_on_each_node save_total_limit enable_jit_checkpoint push_to_hub
     hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision load_best_model_at_end
     metric_for_best_model greater_is_better restore_callback_states_from_checkpoint full_determinism seed use_cpu
-    accelerator_config dataloader_pin_memory ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers
-    ddp_backend ddp_timeout fsdp fsdp_config deepspeed debug skip_memory_metrics do_train do_eval
+    accelerator_config parallelism_config dataloader_pin_memory ddp_find_unused_parameters ddp_bucket_cap_mb
+    ddp_broadcast_buffers ddp_backend ddp_timeout fsdp fsdp_config deepspeed debug skip_memory_metrics do_train do_eval
     do_predict include_num_input_tokens_seen resume_from_checkpoint local_rank
     """,
 )

@@ -11,13 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DistributedType
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType
 
+from helpers.fake_vllm import PeftVLLM
 from helpers.processes import HELPERS, TWO_PROCESSES, environment
-from helpers.tiny import tiny_model
+from helpers.tiny import ragged_model, tiny_model
 from hfppo import TolerantReward
 from hfppo.checks.engine import check_engine
 from hfppo.rewards.model import RewardAdapter
@@ -34,7 +36,14 @@ FSDP2 = {
 
 ENVIRONMENT = {
     "ddp": {},
+    "ddp of 4": {},
     "fsdp2": FSDP2,
+    "hsdp": {
+        **FSDP2,
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+        "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+    },
     **{
         f"zero{stage}": {
             "ACCELERATE_USE_DEEPSPEED": "true",
@@ -44,6 +53,7 @@ ENVIRONMENT = {
         for stage in (2, 3)
     },
 }
+OF_FOUR = ("ddp of 4", "hsdp")
 PIECES, UNCLIPPED = {"max_tokens_per_micro_batch": 14}, {"max_grad_norm": 0.0}
 
 
@@ -51,7 +61,8 @@ def launch(out: Path, critic: str, engine: str, fields: dict) -> subprocess.Comp
     return subprocess.run(
         [
             sys.executable,
-            *TWO_PROCESSES,
+            *TWO_PROCESSES[:-1],
+            "4" if engine in OF_FOUR else "2",
             str(HELPERS / "sharded.py"),
             str(out),
             critic,
@@ -92,13 +103,16 @@ ENGINES = [
     ("fsdp2", PIECES, "FSDP", "adapter"),
     ("zero3", UNCLIPPED, "DEEPSPEED", "shared"),
     ("zero3", UNCLIPPED, "DEEPSPEED", "adapter"),
+    ("hsdp", PIECES, "FSDP", "shared"),
 ]
 
 
 @pytest.mark.parametrize(("engine", "fields", "kind", "critic"), ENGINES)
 def test_a_sharded_run_has_the_numbers_of_one_that_is_not(run_of, engine, fields, kind, critic):
-    (sharded_out, sharded), (ddp_out, ddp) = run_of(engine, fields, critic), run_of("ddp", fields, critic)
+    of_ddp = "ddp of 4" if engine in OF_FOUR else "ddp"
+    (sharded_out, sharded), (ddp_out, ddp) = (run_of(name, fields, critic) for name in (engine, of_ddp))
     assert sharded["engine"] == f"DistributedType.{kind}" != ddp["engine"]
+    assert ("Replicate(), Shard" in sharded["placements"]) == (engine == "hsdp")
     assert len(sharded["straight"]) == len(ddp["straight"]) == 6
     for entry, whole in zip(sharded["straight"], ddp["straight"], strict=True):
         if kind == "DEEPSPEED" and "grad_norm" in whole:  # it knows the norm of both together
@@ -183,6 +197,32 @@ def test_plain_peft_reads_what_a_sharded_run_saves(run_of, engine, fields, kind,
     assert max(float(p.detach().abs().max()) for p in trained) > 0
 
 
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
+def test_a_sharded_run_gathers_trained_weights_only(run_of, engine):
+    found = run_of(engine, {"bf16": True})[1]
+    assert found["saved"] == found["trained"]
+
+
+@pytest.mark.parametrize(("engine", "fields"), [("fsdp2", PIECES), ("zero3", UNCLIPPED)])
+def test_a_vllm_server_samples_from_a_sharded_policy(tmp_path, engine, fields):
+    """The server computes with plain PEFT, from the folders that the run writes."""
+    if engine == "zero3":
+        pytest.importorskip("deepspeed")
+    ragged_model().save_pretrained(tmp_path / "base")
+    server = PeftVLLM(tmp_path / "base")
+    try:
+        of_server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url}
+        run = launch(tmp_path, "shared", engine, fields | of_server)
+    finally:
+        server.server.stop()
+    assert run.returncode == 0, run.stderr
+    result = json.loads((tmp_path / "result_0.json").read_text())
+    first, second = (entry for entry in result["straight"] if "mismatch/max" in entry)
+    assert max(first["mismatch/max"], second["mismatch/max"]) < 1e-4
+    assert second["kl_k3"] > 1e-3, "a stale adapter would show"
+    assert result["resumed"] == result["straight"]
+
+
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_a_run_ends_with_actor_and_critic_of_the_best_checkpoint(run_of, engine):
     best = {"load_best_model_at_end": True, "metric_for_best_model": "reward", "greater_is_better": False}
@@ -195,7 +235,7 @@ def test_a_run_ends_with_actor_and_critic_of_the_best_checkpoint(run_of, engine)
     assert any(not torch.equal(last[name], tensor) for name, tensor in expected.items())
 
 
-BUDGET, VLLM = {"max_tokens_per_micro_batch": 100}, {"use_vllm": True}
+BUDGET, VLLM = {"max_tokens_per_micro_batch": 100}, {"use_vllm": True, "vllm_mode": "colocate"}
 EPOCHS = {"num_critic_epochs": 8, "critic_epochs": 8}
 REENTRANT = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
 PRETRAINING = {"critic_pretraining_completions": 512}
@@ -209,12 +249,14 @@ def config(args: dict) -> SimpleNamespace:
     return SimpleNamespace(**{**fields, "vf_coef": 0.1, "max_grad_norm": 1.0, "n_gpu": 1, **args})
 
 
-def engine(kind: DistributedType, fsdp2: bool = True, zero: int = 0, clipping: float | str = "auto", **fsdp):
+def engine(
+    kind: DistributedType, fsdp2: bool = True, zero: int = 0, clipping: float | str = "auto", parallelism=None, **fsdp
+):
     """As much of an Accelerator as `check_engine` asks."""
     plugin = SimpleNamespace(zero_stage=zero, deepspeed_config={"gradient_clipping": clipping})
     fsdp = {"state_dict_type": StateDictType.FULL_STATE_DICT, "activation_checkpointing": False, **fsdp}
     state = SimpleNamespace(deepspeed_plugin=plugin, fsdp_plugin=SimpleNamespace(mixed_precision_policy=None, **fsdp))
-    return SimpleNamespace(distributed_type=kind, is_fsdp2=fsdp2, state=state)
+    return SimpleNamespace(distributed_type=kind, is_fsdp2=fsdp2, state=state, parallelism_config=parallelism)
 
 
 def model(critic: str, **adapter) -> SimpleNamespace:
@@ -232,6 +274,10 @@ WITH_OPTIMIZER.state.deepspeed_plugin.deepspeed_config["optimizer"] = {"type": "
     [
         (engine(DistributedType.NO), "adapter", [], {"n_gpu": 2}, "sees 2 GPUs, .*--num_processes 2, or"),
         (engine(DistributedType.FSDP), "shared", [RewardAdapter], {}, "a reward adapter .* merge it into its base"),
+        (
+            engine(DistributedType.FSDP, parallelism=ParallelismConfig(dp_shard_size=2, tp_size=2)),
+            *("shared", [], {}, "parallelism_config.tp_size=2: .* set dp_shard_size and dp_replicate_size only"),
+        ),
         (engine(DistributedType.FSDP, fsdp2=False), "shared", [], {}, "FSDP version 1 is not supported; set"),
         (
             engine(DistributedType.FSDP),
@@ -249,7 +295,7 @@ WITH_OPTIMIZER.state.deepspeed_plugin.deepspeed_config["optimizer"] = {"type": "
             *("shared", [], {}, r"adapter would be empty; .* set activation_checkpointing=True"),
         ),
         (engine(DistributedType.FSDP), "shared", [], {"vf_coef": 0.0}, "vf_coef=0 .*cannot load a checkpoint.*or DDP"),
-        (engine(DistributedType.FSDP), "shared", [], VLLM, "use_vllm=True needs whole weights, which FSDP2 shards"),
+        (engine(DistributedType.FSDP), "shared", [], VLLM, "'colocate' needs whole .* set vllm_mode='server'"),
         (ZERO_2, "adapter", [], BUDGET, "max_tokens_per_micro_batch needs DDP"),
         (engine(DistributedType.FSDP), "shared", [], EPOCHS, "num_critic_epochs=8 .*leave it out, or use DDP"),
         (engine(DistributedType.FSDP), "shared", [], PRETRAINING, "completions=512 .*leave it out, or use DDP"),
@@ -314,7 +360,11 @@ def test_fsdp2_leaves_outputs_and_sums_of_gradients_in_float32():
     ("accelerator", "critic", "funcs", "args"),
     [
         (engine(DistributedType.MULTI_GPU), "adapter", [RewardAdapter], BUDGET | VLLM),
-        (engine(DistributedType.FSDP), "adapter", [], BUDGET),
+        (
+            engine(DistributedType.FSDP, parallelism=ParallelismConfig(dp_shard_size=2, dp_replicate_size=2)),
+            *("adapter", [], BUDGET),
+        ),
+        (engine(DistributedType.FSDP), "adapter", [], BUDGET | VLLM | {"vllm_mode": "server"}),
         (engine(DistributedType.DEEPSPEED, zero=3), "adapter", [], {}),
         (engine(DistributedType.DEEPSPEED, zero=3), "model", [], {}),
         (ZERO_2, "adapter", [RewardAdapter], VLLM),

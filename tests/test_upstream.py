@@ -18,7 +18,7 @@ PRIVATE_HOOKS = {
 }
 
 
-CALLED = {"_finish_current_push": ["self"]}  # private too, and called by us
+CALLED = {"_finish_current_push": ["self"], "_save": ["self", "output_dir", "state_dict"]}  # private, too
 
 
 @pytest.mark.parametrize(("name", "parameters"), [*PRIVATE_HOOKS.items(), *CALLED.items()])

@@ -10,6 +10,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import get_args
@@ -25,7 +26,7 @@ from helpers.scripted import padded_turns
 from helpers.tiny import LORA
 from helpers.vllm_runs import ENGINE, PROMPTS, Rollouts, Server, save_base
 from hfppo.generation.vllm import RANKS
-from hfppo.generation.vllm_server import serve_command
+from hfppo.generation.vllm_server import ServerEngine, serve_command
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.sample import Turn
 from hfppo.support.http_client import Endpoint, ServerError
@@ -69,10 +70,14 @@ def one_engine():
 
 
 @pytest.fixture(scope="module")
-def server(base, tmp_path_factory):
+def command(base) -> str:
+    return serve_command(ActorCritic(AutoModelForCausalLM.from_pretrained(base), LORA, critic=None))
+
+
+@pytest.fixture(scope="module")
+def server(command, tmp_path_factory):
     """It starts while the first tests, which do without it, run."""
-    actor = ActorCritic(AutoModelForCausalLM.from_pretrained(base), LORA, critic=None)
-    started = Server(serve_command(actor), tmp_path_factory.mktemp("server") / "log")
+    started = Server(command, tmp_path_factory.mktemp("server") / "log")
     started.start()
     yield started
     started.kill()
@@ -200,7 +205,7 @@ class Accident:
     def __init__(self, monkeypatch, server: Server, afterwards: Callable = lambda: None):
         ask, numbers, self.under_way, self.at_once = Endpoint._ask, itertools.count(1), 0, 0
 
-        async def watched(endpoint, client, method, url, body):
+        async def watched(endpoint, method, url, body):
             # The check at the start, the 8 completions of the first rollout, and the last of the second.
             if url.endswith("/v1/completions") and next(numbers) == 1 + 8 + 8:
                 await asyncio.sleep(0.1)
@@ -209,7 +214,7 @@ class Accident:
                 afterwards()
             self.under_way += 1
             try:
-                return await ask(endpoint, client, method, url, body)
+                return await ask(endpoint, method, url, body)
             finally:
                 self.under_way -= 1
 
@@ -248,6 +253,43 @@ def test_a_run_goes_on_when_its_server_comes_back(make, server, monkeypatch, tmp
     trainer.train()
     assert accident.at_once > 0
     assert_same_run(trainer, straight)
+
+
+@pytest.mark.nightly
+def test_two_and_three_servers_make_the_run_of_one(make, command, server, monkeypatch, tmp_path):
+    """Of three one is killed in the second rollout, and is back in the third."""
+    servers = [server, *(Server(command, tmp_path / f"log-{n}") for n in (1, 2))]
+    generate, load = ServerEngine.generate, ServerEngine.load
+
+    def with_a_kill(engine, prompts, sampling, adapter):
+        if len(engine.servers) == 3 and adapter.number == 2:
+            threading.Timer(0.05, server.kill).start()
+        return generate(engine, prompts, sampling, adapter)
+
+    def after_the_return(engine, adapter, old):
+        if len(engine.servers) == 3 and adapter.number == 3:
+            assert server.process is None
+            server.start()
+            server.wait()
+        load(engine, adapter, old)
+
+    monkeypatch.setattr(ServerEngine, "generate", with_a_kill)
+    monkeypatch.setattr(ServerEngine, "load", after_the_return)
+    runs = []
+    try:
+        for other in servers[1:]:
+            other.start()
+        for number in (1, 2, 3):
+            for some in servers:
+                some.wait()
+            urls = [some.url for some in servers[:number]]
+            fields = {"output_dir": str(tmp_path / str(number)), "max_steps": 12, "vllm_server_base_url": urls}
+            runs.append(make("server", fields))
+            runs[-1].train()
+            assert_same_end(runs[-1], runs[0])
+    finally:
+        for other in servers[1:]:
+            other.kill()
 
 
 @pytest.mark.nightly

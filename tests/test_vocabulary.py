@@ -11,6 +11,7 @@ from build_arithmetic_base import character_tokenizer
 from datasets import Dataset
 from peft import AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from helpers.runs import critic_state, digest, small_trainer
@@ -195,3 +196,19 @@ def test_a_separate_critic_whose_embeddings_were_resized(make_trainer, tmp_path)
         make_trainer(**given, critic=critic)
     critic.save_pretrained(tmp_path / "critic")
     make_trainer(**given, critic=str(tmp_path / "critic"))
+
+
+def test_of_a_sharded_base_only_embeddings_of_another_size_are_gathered(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for size, gathered in ((26, set()), (28, {"embed_tokens.weight", "lm_head.weight"})):
+            actor = ActorCritic(resized(str(tmp_path), size), LoraConfig(**CAUSAL), critic="shared")
+            expected = {name: x.clone() for name, x in actor.state_dict().items()}
+            trained = {name for name, p in actor.named_parameters() if p.requires_grad}
+            weights = fully_shard(actor).weights_to_save()
+            assert {".".join(name.split(".")[-2:]) for name in weights.keys() - trained} == gathered
+            assert trained <= weights.keys()
+            assert all(torch.equal(x, expected[name]) for name, x in weights.items())
+    finally:
+        torch.distributed.destroy_process_group()

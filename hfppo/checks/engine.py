@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DistributedType
 from torch.distributed import destroy_process_group, get_world_size, is_initialized
 from torch.distributed.fsdp import StateDictType
@@ -49,6 +50,7 @@ def check_engine(
         "critic share; set it to False": torch.__future__.get_overwrite_module_params_on_conversion(),
     }
     state, kind = accelerator.state, accelerator.distributed_type
+    faults |= parallelism_faults(accelerator.parallelism_config)
     if kind == DistributedType.FSDP:
         faults |= fsdp_faults(accelerator, model, args) | whole_faults("FSDP2", reward_funcs, args)
     elif kind == DistributedType.DEEPSPEED:
@@ -63,6 +65,16 @@ def check_engine(
     elif kind == DistributedType.FSDP and (policy := state.fsdp_plugin.mixed_precision_policy) is not None:
         # accelerate's policy rounds the outputs and the sums of gradients
         state.fsdp_plugin.mixed_precision_policy = replace(policy, output_dtype=None, reduce_dtype=torch.float32)
+
+
+def parallelism_faults(config: ParallelismConfig | None) -> dict[str, object]:
+    """Return errors of dimensions that split a completion or a layer among processes, and whether they are set."""
+    sizes = {name: getattr(config, name, 1) for name in ("tp_size", "cp_size", "sp_size")}
+    return {
+        f"parallelism_config.{name}={size}: each process computes whole layers of completions of its own; leave it "
+        "out, and set dp_shard_size and dp_replicate_size only": size > 1
+        for name, size in sizes.items()
+    }
 
 
 def ddp_faults(args: PPOConfig) -> dict[str, object]:
@@ -87,7 +99,7 @@ def whole_faults(engine: str, reward_funcs: list[RewardFunc], args: PPOConfig) -
     reward_adapter = any(isinstance(unwrap(func), RewardAdapter) for func in reward_funcs)
     parts = {
         "a reward adapter": (reward_adapter, "merge it into its base and give the merged model"),
-        "use_vllm=True": (args.use_vllm, "set use_vllm=False"),
+        "vllm_mode='colocate'": (args.use_vllm and args.vllm_mode == "colocate", "set vllm_mode='server'"),
         "rollouts_ahead=1": (args.rollouts_ahead, "set rollouts_ahead=0"),
     }
     return {

@@ -109,8 +109,9 @@ class VLLMSampler(Sampler):
         number = 1 if old is None else old.number + 1
         folder = self.folder.absolute() / f"policy-{number}"
         new = Adapter(f"{self.folder.name}-{number}", number, str(folder))
+        weights = self.model.weights_to_save()
         if self._writes:
-            self.model.save_adapter(new.folder)
+            self.model.save_adapter(new.folder, weights)
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process or not self.engine.shared:
             self.engine.load(new, old)

@@ -37,7 +37,7 @@ from hfppo.models.critic import (
 from hfppo.models.layout import Layout, fits, hidden_states, lay_out, run_trunk, trunk_of
 from hfppo.models.loading import check_adapter, check_vocabulary, fit_to_model, keep_four_bits
 from hfppo.models.lower_layers import Recording, record_states, start_from
-from hfppo.models.modes import attributes
+from hfppo.models.modes import attributes, copy_whole, is_sharded
 from hfppo.models.output_head import Entropy, token_logprobs
 from hfppo.models.router_loss import router_coef, router_loss
 from hfppo.models.vocabulary import is_resized
@@ -357,9 +357,21 @@ class ActorCritic(PeftModelForCausalLM):
             weights = {saved: state_dict[name] for saved, name in self.critic_names().items()}
             self.critic.save(Path(save_directory) / CRITIC_FOLDER, weights)
 
-    def save_adapter(self, folder: str, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> None:
-        """Write the actor as a plain PEFT adapter."""
-        state_dict = self.state_dict() if state_dict is None else state_dict
+    def weights_to_save(self) -> dict[str, Tensor]:
+        """Return the state of the model; where it is sharded, trained weights and buffers only, whole and on the CPU.
+
+        There it is a collective call. Embeddings of another size than in the base's folder are included.
+        """
+        if not is_sharded(self):
+            return self.state_dict()
+        state = self.state_dict(keep_vars=True)  # first, since FSDP2 then puts the shards back in their places
+        resized = [self.causal_lm.get_input_embeddings(), self.causal_lm.get_output_embeddings()] * self.is_resized
+        own = {id(layer.weight) for layer in resized}
+        frozen = {id(p) for p in self.parameters() if not p.requires_grad} - own
+        return copy_whole({name: x for name, x in state.items() if id(x) not in frozen})
+
+    def save_adapter(self, folder: str, state_dict: dict[str, Tensor], **kwargs: Any) -> None:
+        """Write the actor as a plain PEFT adapter, from the model's state."""
         others = {CRITIC, REFERENCE, "ref_model"}
         of_actor = {name: tensor for name, tensor in state_dict.items() if not others & {*name.split(".")}}
         with self._actor_alone():

@@ -1,14 +1,15 @@
 """Eval mode and other temporary attributes, sharding, placement and compilation of a model."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hfppo.config import PPOConfig
@@ -41,6 +42,18 @@ def attributes(owner: Any, **values: Any) -> Iterator[None]:
 def is_sharded(module: nn.Module) -> bool:
     """Return whether FSDP2 or DeepSpeed shards the weights, so that a forward needs every process."""
     return isinstance(module, FSDPModule) or any(hasattr(p, "ds_id") for p in module.parameters())
+
+
+def copy_whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return whole copies of sharded tensors on the CPU; a collective call."""
+    gathering: AbstractContextManager = nullcontext()
+    if of_zero := [x for x in tensors.values() if hasattr(x, "ds_id")]:
+        from deepspeed.zero import GatheredParameters
+
+        gathering = GatheredParameters(of_zero)
+    with gathering, torch.no_grad():
+        whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in tensors.items()}
+        return {name: x.detach().to("cpu", copy=True) for name, x in whole.items()}
 
 
 def place_model(model: nn.Module, device: torch.device) -> None:

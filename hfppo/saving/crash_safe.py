@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from accelerate.utils import broadcast_object_list, gather_object
-from torch import nn
+from torch import Tensor, nn
 from transformers import Trainer, TrainerState
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.trainer import TRAINER_STATE_NAME
@@ -63,6 +63,10 @@ class CrashSafeTrainer(Trainer):
 
     def load_run_state(self, folder: str) -> None:
         """Read what `save_run_state` wrote; called on every process after Trainer has loaded the weights."""
+
+    def weights_to_save(self) -> dict[str, Tensor]:
+        """Return the weights that are saved; called on every process where FSDP2 or DeepSpeed trains."""
+        return self.accelerator.get_state_dict(self.model_wrapped)
 
     def save_card(self, folder: str) -> None:
         """Write the model card into a folder before a model is saved there; called where `should_save` is True."""
@@ -207,7 +211,13 @@ class CrashSafeTrainer(Trainer):
             if self.processing_class is not None:
                 of_class = json.dumps({"tokenizer_class": type(self.processing_class).__name__})
                 (folder / TOKENIZER_CONFIG_FILE).write_text(of_class, encoding="utf-8")
-        super().save_model(output_dir, _internal_call)
+        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            super().save_model(output_dir, _internal_call)
+            return
+        # Upstream gathers frozen weights, too, and each process of DeepSpeed copies them. `_save` is private.
+        self._save(str(output_dir or self.args.output_dir), state_dict=self.weights_to_save())
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint at the present step, and tell the callbacks; Trainer's loop does so by its own rules."""

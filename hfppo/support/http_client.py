@@ -34,6 +34,10 @@ class Unavailable(ServerError):
     """A failure after which another attempt may succeed."""
 
 
+class Unreachable(Unavailable):
+    """There is no connection, or it was lost."""
+
+
 @dataclass(frozen=True)
 class Endpoint:
     """A server endpoint with a timeout, retries with backoff, and limited concurrency.
@@ -117,7 +121,7 @@ class Endpoint:
                 "once, or find out what delays it"
             ) from error
         except httpx2.TransportError as error:
-            raise Unavailable(
+            raise Unreachable(
                 f"{name} cannot be reached, after all retries ({error or type(error).__name__}); start the server or "
                 "correct the address"
             ) from error

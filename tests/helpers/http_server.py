@@ -14,7 +14,7 @@ Answer = Callable[[dict], tuple[int, bytes]]
 class Server:
     """Answers what a function of the request's JSON says; keeps what it was asked. With a `context` over TLS."""
 
-    def __init__(self, answer: Answer, context: ssl.SSLContext | None = None):
+    def __init__(self, answer: Answer, context: ssl.SSLContext | None = None, port: int = 0):
         self.asked: list[dict] = []
         self.paths: list[str] = []
         self.headers: list[dict] = []
@@ -53,7 +53,7 @@ class Server:
             def log_message(self, *args):
                 pass
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.http.daemon_threads = True
         if context is not None:
             self.http.socket = context.wrap_socket(self.http.socket, server_side=True)

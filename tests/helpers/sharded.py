@@ -12,11 +12,12 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from build_arithmetic_base import character_tokenizer
 from datasets import Dataset
+from torch.distributed.tensor import DTensor
 
 from helpers.processes import freeze_imports
 from helpers.runs import SMALL, count_digits
 from helpers.tiny import LORA, ragged_model
-from hfppo import PPOConfig, PPOTrainer, TokenTraceCallback
+from hfppo import ActorCritic, PPOConfig, PPOTrainer, TokenTraceCallback
 from hfppo.models import layout, output_head
 from hfppo.reporting.run_page import RunPageCallback
 from hfppo.reporting.traces import read_traces, trace_file
@@ -24,7 +25,7 @@ from hfppo.reporting.traces import read_traces, trace_file
 freeze_imports()
 OUT, CRITIC, ENGINE, FIELDS = Path(sys.argv[1]), sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
 # accelerate shards over GPUs alone, though torch and DeepSpeed can over CPUs as well.
-KINDS = {"fsdp2": "MULTI_GPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
+KINDS = {"fsdp2": "MULTI_GPU", "hsdp": "MULTI_GPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 CONFIG = {
     **SMALL,
     **{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_mini_batches": 1, "max_steps": 4},
@@ -46,7 +47,7 @@ def make(name: str) -> PPOTrainer:
         args.device  # noqa: B018 (makes the state that is changed next)
         PartialState._shared_state["distributed_type"] = DistributedType[KINDS[ENGINE]]
     trainer = PPOTrainer(
-        model=ragged_model(),
+        model=str(OUT / "base") if CONFIG.get("use_vllm") else ragged_model(),
         reward_funcs=count_digits,
         args=args,
         train_dataset=DATASET,
@@ -60,6 +61,15 @@ def make(name: str) -> PPOTrainer:
     return trainer
 
 
+saved: list[dict] = []  # what each model was saved from
+save_pretrained = ActorCritic.save_pretrained
+
+
+def recorded(self, *args, state_dict, **kwargs):
+    saved.append(state_dict)
+    save_pretrained(self, *args, state_dict=state_dict, **kwargs)
+
+
 def logs(trainer: PPOTrainer) -> list[dict[str, float]]:
     return [
         {k: v for k, v in entry.items() if not k.startswith("time/") and "_per_second" not in k and "runtime" not in k}
@@ -71,6 +81,7 @@ def logs(trainer: PPOTrainer) -> list[dict[str, float]]:
 # Another number of forwards on each process, which a sharded model must not follow.
 layout.CPU_TOKENS = 12 * (1 + int(os.environ["RANK"]))
 output_head.tokens_at_once = lambda vocab_size, device: 3
+ActorCritic.save_pretrained = recorded
 straight = make("straight")
 straight.evaluate()
 straight.train()
@@ -78,11 +89,15 @@ straight.save_model(str(OUT / "end"))
 resumed = make("resumed")
 resumed.train(resume_from_checkpoint=str(OUT / "straight" / "checkpoint-1"))
 traces = [trace.to_json() for trace in read_traces(trace_file(straight.args.output_dir, 2))]
+sharded = next((p for p in straight.model.parameters() if isinstance(p, DTensor)), None)
 result = {
     "engine": str(straight.accelerator.distributed_type),
     "straight": logs(straight),
     "resumed": logs(resumed),
     "traces": traces,
+    "saved": sorted({name for state in saved for name in state or ()}),
+    "trained": sorted(name for name, p in straight.model.named_parameters() if p.requires_grad),
+    "placements": str(getattr(sharded, "placements", None)),
     "best": straight.state.best_model_checkpoint,
 }
 (OUT / f"result_{straight.args.process_index}.json").write_text(json.dumps(result))
