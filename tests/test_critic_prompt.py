@@ -14,23 +14,17 @@ from helpers.runs import SUMS, assert_same_run, chat_tokenizer, critic_values, s
 from helpers.scripted import first_rollout, ids_of, training_rows
 from helpers.tiny import scorer, tiny_model
 from hfppo import TokenTraceCallback
-from hfppo.data import prompts as prompts_module
 from hfppo.data.prompts import prepare_prompts
 from hfppo.learn.flops import FlopCounter
 from hfppo.learn.run import StepPlan
 from hfppo.models import layout
-from hfppo.models.critic import CRITIC_CONFIG, CRITIC_FOLDER
-from hfppo.prompt_maker import EVAL, TRAIN
 from hfppo.token_trace.from_checkpoint import trace_prompt
 
 LONG = SUMS.map(lambda row: {"prompt": "请问" * 6 + row["prompt"]})  # long enough to be read once for a group
 SAME = LONG.add_column("critic_prompt", LONG["prompt"])
-TOLD = SUMS.map(
-    lambda row, n: {"critic_prompt": f"{row['answer']}！{row['prompt']}" if n % 3 else None}, with_indices=True
-)
-GROUPS = {"num_generations": 4, "max_tokens_per_micro_batch": 40, "gradient_accumulation_steps": 2}
+TOLD = SUMS.map(lambda x: {"critic_prompt": None if x["answer"] == "4" else f"{x['answer']}！{x['prompt']}"})
 PROMPT, ANSWERED = "请问1+2=", "3！请问1+2="
-MISSING, UNKNOWN = "the critic was trained with it, and its values mean", "the critic was trained without it; leave it"
+GROUPS = {"num_generations": 4, "max_tokens_per_micro_batch": 40, "bootstrap_truncated": True}
 
 
 def randomized(trainer):
@@ -54,9 +48,7 @@ def values_by_hand(trainer, prompt: list[int], completion: list[int]) -> list[fl
         return critic_values(trainer.model, torch.tensor([prompt + completion]))[len(prompt) - 1 :].tolist()
 
 
-@pytest.mark.parametrize(
-    "config", [{"critic_pretraining_completions": 16, "prompt_candidates": 2}, {**GROUPS, "bootstrap_truncated": True}]
-)
+@pytest.mark.parametrize("config", [{"critic_pretraining_completions": 16, "prompt_candidates": 2}, GROUPS])
 def test_a_critic_prompt_equal_to_the_prompt_changes_no_bit(make_trainer, tmp_path, monkeypatch, config):
     trees, as_tree = [], layout.Layout.as_tree
     monkeypatch.setattr(layout.Layout, "as_tree", lambda *args, **kw: trees.append(args) or as_tree(*args, **kw))
@@ -92,14 +84,11 @@ def test_only_values_change_and_are_those_of_the_sequence_by_hand(make_trainer, 
     assert flops == 10 * (6 * len(rows) + completed) + 7 * (sum(map(len, read)) + completed)
 
     def loss_terms(outputs, batch):  # of the first step
-        if outputs.values is not None:
-            assert_close(outputs.values, batch.values, rtol=1e-4, atol=1e-5)
-        kinds.add(outputs.values is None)
+        assert outputs.values is None or torch.allclose(outputs.values, batch.values, rtol=1e-4, atol=1e-5)
         return type(told).loss_terms(told, outputs, batch)
 
-    told.loss_terms, kinds = loss_terms, set()
+    told.loss_terms = loss_terms
     told.train()
-    assert kinds == {True, False}
 
 
 def test_the_text_of_reset_and_later_turns_follow_both_prompts(make_agent):
@@ -119,31 +108,26 @@ def test_the_text_of_reset_and_later_turns_follow_both_prompts(make_agent):
 
 
 def test_a_critics_prompt_that_reset_makes_too_long_has_no_score(make_agent, caplog):
-    critic = [{"role": "user", "content": "a" * 20}]
-    dataset = Dataset.from_list([{"prompt": [{"role": "user", "content": "go "}], "critic_prompt": critic}])
+    texts = {"prompt": "go ", "critic_prompt": "a" * 20}
+    dataset = Dataset.from_list([{name: [{"role": "user", "content": text}] for name, text in texts.items()}])
     trainer = make_agent(dataset=dataset, environment_factory=Doors, config={"max_prompt_length": 40})
     (row,) = trainer.collector.player.complete_prompts(trainer.collector.eval_rows(trainer._train_prompts))
     assert (len(row.critic_prompt_ids), len(row.prompt_ids)) == (40, 24)
     assert "the prompt has 41 tokens, more than 40; it has no score" in caplog.text
 
 
-# Datasets
-
-
 def test_a_row_is_dropped_if_either_prompt_is_too_long(make_trainer, caplog):
-    short, long = "1+2=", PROMPT
-    rows = Dataset.from_dict({"prompt": [short, short, long], "critic_prompt": [short, long, short]})
+    rows = Dataset.from_dict({"prompt": ["1", "1", "1+2=3"], "critic_prompt": ["1", "1+2=3", "1"]})
     prompts = make_trainer({"max_prompt_length": 4}, train_dataset=rows, eval_dataset=rows)._prompt_maker.prompts
-    assert (len(prompts[TRAIN]), len(prompts[EVAL])) == (1, 2)
+    assert (len(prompts["train_dataset"]), len(prompts["eval_dataset"])) == (1, 2)
     assert "2 of 3 prompts or critic_prompts in train_dataset are longer than max_prompt_length=4" in caplog.text
 
 
 def test_stored_ids_are_those_of_a_dataset_in_memory(tmp_path, monkeypatch):
     TOLD.save_to_disk(tmp_path / "rows")
-    plain, told = prepare_prompts(TOLD, chat_tokenizer()), prepare_prompts(TOLD, chat_tokenizer(), for_critic=True)
-    assert told.critic_ids[1].as_py() == ids_of(TOLD[1]["critic_prompt"])
-    assert (told.ids[1], told.critic_ids[0]) == (plain.ids[1], plain.ids[0])
-    monkeypatch.setattr(prompts_module, "STORED_FROM", 1)
+    plain, told = (prepare_prompts(TOLD, chat_tokenizer(), for_critic=reads) for reads in (False, True))
+    assert told.critic_ids.to_pylist() == [ids_of(row["critic_prompt"] or row["prompt"]) for row in TOLD]
+    monkeypatch.setattr("hfppo.data.prompts.STORED_FROM", 1)
     stored = prepare_prompts(load_from_disk(tmp_path / "rows"), chat_tokenizer(), for_critic=True)
     assert stored.arrays == told.arrays
     assert stored.digest() == told.digest() != plain.digest()
@@ -164,13 +148,10 @@ def test_what_cannot_be_used_is_refused(make_trainer, given, message):
         make_trainer(given.pop("config", {}), **{"train_dataset": TOLD, **given})
 
 
-def test_without_a_critic_the_column_is_for_reward_functions_only(make_trainer, tmp_path, caplog):
-    config = {"advantage_estimator": "reinforce_plus_plus", "max_steps": 1}
-    assert_same_run(*(trained(make_trainer, tmp_path, config, rows) for rows in (SUMS, TOLD)))
+def test_without_a_critic_the_column_is_for_reward_functions_only(make_trainer, caplog):
+    trainer = make_trainer({"advantage_estimator": "reinforce_plus_plus"}, train_dataset=TOLD)
+    assert (trainer._train_prompts.critic_ids, trainer.rollout([PROMPT]).values) == (None, None)
     assert "nothing reads the column 'critic_prompt', because reinforce_plus_plus has no critic" in caplog.text
-
-
-# Saved
 
 
 @pytest.fixture(scope="module")
@@ -199,16 +180,12 @@ def test_a_run_resumes_within_a_rollout_to_the_bit_and_with_the_same_prompts_onl
         other.train(resume_from_checkpoint=str(saved.folder / "checkpoint-2"))
 
 
-def test_a_saved_critic_and_its_card_tell_that_it_read_more(saved):
-    config = json.loads((saved.folder / CRITIC_FOLDER / CRITIC_CONFIG).read_text())
-    assert config["privileged"] is True
+def test_a_saved_critic_tells_that_it_reads_more(saved):
+    assert json.loads((saved.folder / "critic/critic_config.json").read_text())["privileged"] is True
     assert "It read the dataset's column `critic_prompt`" in (saved.folder / "README.md").read_text()
     saved.make("again", critic=str(saved.folder))
     with pytest.raises(ValueError, match=r"a critic with \{'privileged': True\}, but"):
         saved.make("plain", critic=str(saved.folder), train_dataset=SUMS)
-
-
-def test_a_checkpoint_is_asked_with_a_critic_prompt(saved):
     trace, _ = trace_prompt(saved.folder / "checkpoint-6", PROMPT, critic_prompt=ANSWERED)
     values, (answered, plain) = torch.tensor([row.value for row in trace.table.rows]), saved.asked.values
     assert_close(values, answered, rtol=1e-4, atol=1e-5)
@@ -222,7 +199,7 @@ def test_values_without_a_critic_prompt_are_refused(saved, make_trainer):
         lambda: trace_prompt(saved.folder / "checkpoint-6", PROMPT),
         lambda: TokenTraceCallback(trainer=saved.straight, prompts=[PROMPT]),
     ):
-        with pytest.raises(ValueError, match=MISSING):
+        with pytest.raises(ValueError, match="the critic was trained with it, and its values"):
             asked()
-    with pytest.raises(ValueError, match=UNKNOWN):
+    with pytest.raises(ValueError, match="the critic was trained without it; leave it out"):
         make_trainer().rollout([PROMPT], critic_prompt=["1"])
