@@ -28,7 +28,6 @@ GROUPS = {"num_generations": 4, "max_tokens_per_micro_batch": 40, "bootstrap_tru
 
 
 def randomized(trainer):
-    """The trainer, whose critic has random weights."""
     torch.manual_seed(0)
     for parameter in trainer.model.critic_parameters():
         torch.nn.init.normal_(parameter, std=0.1)
@@ -36,14 +35,12 @@ def randomized(trainer):
 
 
 def trained(make_trainer, folder, config, rows):
-    """A trainer after its run."""
     trainer = make_trainer({**config, "output_dir": str(folder / rows._fingerprint)}, train_dataset=rows)
     trainer.train()
     return trainer
 
 
 def values_by_hand(trainer, prompt: list[int], completion: list[int]) -> list[float]:
-    """Return V before each token of the completion, and after the last one."""
     with torch.no_grad():
         return critic_values(trainer.model, torch.tensor([prompt + completion]))[len(prompt) - 1 :].tolist()
 
@@ -74,9 +71,7 @@ def test_only_values_change_and_are_those_of_the_sequence_by_hand(make_trainer, 
         assert_close(rollout.values[i][rollout.mask[i]], torch.tensor(values), rtol=1e-4, atol=1e-5)
         returned = rollout.rewards[i].sum() + final * bool(rollout.truncated[i])
         assert_close(rollout.returns[i][0], returned, rtol=1e-4, atol=1e-5)
-        alike = torch.allclose(rollout.values[i], without.values[i], rtol=1e-3, atol=1e-4)
-        assert alike == (critic_prompts[i] is None)
-    assert {own is None for own in critic_prompts} == {True, False}
+        assert torch.allclose(rollout.values[i], without.values[i], atol=1e-4) == (critic_prompts[i] is None)
     assert_close(told.collector.prompt_values(rows), rollout.values[:, 0], rtol=1e-4, atol=1e-5)
     completed, prompts = sum(map(len, completions)), [max(6, len(own)) for own in read]
     assert int(rollout.lengths.sum()) == sum(prompts) + completed
