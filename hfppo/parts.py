@@ -17,7 +17,7 @@ from hfppo.checks.data import check_calls, check_candidates, check_ends, check_i
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import CLOCK, RunDate, find_turn_end
 from hfppo.data.prompt_stream import EvalDataset, PromptStream
-from hfppo.data.prompts import Prompts
+from hfppo.data.prompts import CRITIC_PROMPT, Prompts
 from hfppo.environments.agents import Agents, EnvironmentFactories, load_agents
 from hfppo.environments.environment import Tool
 from hfppo.environments.episodes import EpisodePlayer, make_player
@@ -131,7 +131,7 @@ def load_parts(inputs: TrainerInputs) -> Parts:
 
     reference = None if inputs.ref_model is None else load_model(inputs.ref_model, "ref_model", **inputs.init_kwargs)
     rewards = reward_functions(inputs, str(loaded.config.name_or_path or ""), agents)
-    critic = load_critic(inputs, loaded, tokenizer)
+    critic = load_critic(inputs, loaded, prompt_maker)
     models = {"the model": loaded, "ref_model": reference, "the critic": critic and critic.model}
     check_prompts(prompts, models, rewards, prompt_maker, special)
     policy = None
@@ -245,18 +245,23 @@ def no_reward(completions: Sequence[object], **kwargs: object) -> list[float]:
 
 
 def load_critic(
-    inputs: TrainerInputs, base: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase
+    inputs: TrainerInputs, base: PreTrainedModel | PeftModel, prompt_maker: PromptMaker
 ) -> CriticSource | None:
     """Return the critic's source; None for estimators without a critic."""
-    critic = inputs.critic
+    critic, train = inputs.critic, prompt_maker.prompts.get(TRAIN)
     if not inputs.args.needs_critic:
+        if train is not None and CRITIC_PROMPT in train.head.rows.column_names:
+            estimator = inputs.args.advantage_estimator
+            logger.warning("nothing reads the column 'critic_prompt', because %s has no critic", estimator)
         return None
     # A revision belongs to the repository that it was given for.
     given = {name: value for name, value in inputs.init_kwargs.items() if name != "revision" or critic == inputs.model}
     source = find_critic(critic, **given).with_layers(inputs.args.critic_layers, base)
+    if train is not None:
+        source = source.with_prompts(train.head.critic_ids is not None)
     if isinstance(source.model, PreTrainedModel):
         # Checkpoints of one tokenizer pad their vocabularies to different sizes.
-        check_vocabulary("critic", source.model, max(tokenizer.get_vocab().values()) + 1)
+        check_vocabulary("critic", source.model, max(prompt_maker.tokenizer.get_vocab().values()) + 1)
     return source
 
 

@@ -96,6 +96,7 @@ class PromptMaker:
                 name,
                 tools=None if agents is None else agents.schemas_of(completed, name),
                 completed=resets,
+                for_critic=self.args.needs_critic and not name.startswith(EVAL),
             )
         prompts = prompts.limited(self.args.max_prompt_length, name, may_be_empty)
         # `reset` gets the dataset's own columns.

@@ -13,7 +13,7 @@ from hfppo.support.devices import copy_to
 
 @dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """B prompts with their completions. P prompt tokens, T completion tokens.
+    """B prompts with their completions. P prompt tokens, C tokens of the critic's prompt, T completion tokens.
 
     Index t of every (B, T) field is about completion token t. Log-probabilities are in nats, at the sampling
     temperature, float32.
@@ -26,6 +26,8 @@ class Sequences:
     truncated: Tensor  # (B,) bool, True where a limit, not EOS or the environment, ended the completion
     rollout_logprobs: Tensor  # (B, T) log π_rollout, as the sampler reported it
     context: Tensor | None = None  # (B, T) bool, True on tokens of tools and environments: attended to, never credited
+    critic_prompt_ids: Tensor | None = None  # (B, C) as `prompt_ids`; None: the critic reads `prompt_ids`
+    critic_prompt_mask: Tensor | None = None  # (B, C) as `prompt_mask`
 
     def __len__(self) -> int:
         return self.prompt_ids.shape[0]
@@ -37,14 +39,32 @@ class Sequences:
 
     @property
     def lengths(self) -> Tensor:
-        """(B,) real tokens of prompt and completion."""
-        return self.prompt_mask.sum(dim=1) + self.real.sum(dim=1)
+        """(B,) real tokens of prompt and completion, with the critic's prompt if that is longer."""
+        of_prompts = torch.maximum(self.prompt_mask.sum(dim=1), self.read_by_critic[1].sum(dim=1))
+        return of_prompts + self.real.sum(dim=1)
+
+    @property
+    def read_by_critic(self) -> tuple[Tensor, Tensor]:
+        """The prompts that the critic reads and their mask, its own or the actor's."""
+        if self.critic_prompt_ids is None or self.critic_prompt_mask is None:
+            return self.prompt_ids, self.prompt_mask
+        return self.critic_prompt_ids, self.critic_prompt_mask
 
     def joined(self) -> dict[str, Tensor]:
-        """Return token ids and attention mask of prompts and completions, (B, P + T) each."""
+        """Return token ids and attention mask of prompts and completions, (B, P + T) each.
+
+        If the critic has prompts of its own, the same of these, (B, C + T), under names with "critic_" before.
+        """
+        inputs = self.after(self.prompt_ids, self.prompt_mask)
+        if self.critic_prompt_ids is not None:
+            inputs |= {f"critic_{name}": x for name, x in self.after(*self.read_by_critic).items()}
+        return inputs
+
+    def after(self, prompt_ids: Tensor, prompt_mask: Tensor) -> dict[str, Tensor]:
+        """Return token ids and attention mask of the completions after some prompts."""
         return {
-            "input_ids": torch.cat([self.prompt_ids, self.completion_ids], dim=1),
-            "attention_mask": torch.cat([self.prompt_mask, self.real], dim=1),
+            "input_ids": torch.cat([prompt_ids, self.completion_ids], dim=1),
+            "attention_mask": torch.cat([prompt_mask, self.real], dim=1),
         }
 
 
@@ -91,9 +111,10 @@ class Rollout(Sequences):
 
     def trim(self) -> "Rollout":
         """Remove the prompt and completion columns that are padding in every row; at least one of each stays."""
-        first = min(int(self.prompt_mask.any(dim=0).int().argmax()), self.prompt_mask.shape[1] - 1)
         width = max([1, *self.real.sum(dim=1).tolist()])  # a process may have no row of a mini-batch
-        prompt = {"prompt_ids": self.prompt_ids[:, first:], "prompt_mask": self.prompt_mask[:, first:]}
+        prompt = trimmed("prompt", self.prompt_ids, self.prompt_mask)
+        if self.critic_prompt_ids is not None and self.critic_prompt_mask is not None:
+            prompt |= trimmed("critic_prompt", self.critic_prompt_ids, self.critic_prompt_mask)
         per_token = {
             name: value[:, :width]
             for name, value in self.stored_tensors().items()
@@ -129,6 +150,12 @@ class Rollout(Sequences):
         shared = torch.zeros_like(order) if shared is None else shared
         sizes = balanced_sizes(self.lengths[order].tolist(), shared.tolist(), num_micro_batches)
         return [self.select(rows) for rows in order.split(sizes)]
+
+
+def trimmed(name: str, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Return prompts and their mask, (B, P) each, by field, without the columns on the left that are all padding."""
+    first = min(int(mask.any(dim=0).int().argmax()), mask.shape[1] - 1)
+    return {f"{name}_ids": ids[:, first:], f"{name}_mask": mask[:, first:]}
 
 
 def select_packed(packed: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:

@@ -109,6 +109,8 @@ def pad(samples: Sequence[Sample], pad_id: int, several_turns: bool) -> Sequence
         several_turns: whether completions may have context.
     """
     prompt_ids, prompt_mask = pad_left([sample.row.prompt_ids for sample in samples], pad_id)
+    of_critic = [ids for sample in samples if (ids := sample.row.critic_prompt_ids) is not None]
+    critic_prompt_ids, critic_prompt_mask = pad_left(of_critic, pad_id) if of_critic else (None, None)
     completion_ids, real = pad_right([sample.ids for sample in samples], torch.int64, pad_id)
     mask, _ = pad_right([sample.sampled for sample in samples], torch.bool)
     logprobs, _ = pad_right([sample.logprobs for sample in samples], torch.float32)
@@ -120,4 +122,6 @@ def pad(samples: Sequence[Sample], pad_id: int, several_turns: bool) -> Sequence
         truncated=torch.tensor([sample.truncated for sample in samples]),
         rollout_logprobs=logprobs,
         context=real & ~mask if several_turns else None,
+        critic_prompt_ids=critic_prompt_ids,
+        critic_prompt_mask=critic_prompt_mask,
     )

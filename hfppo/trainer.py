@@ -98,7 +98,8 @@ class PPOTrainer(CrashSafeTrainer):
         args: the configuration.
         train_dataset: a "prompt" column of text or messages; other columns reach the reward functions. With an
             environment the column may be missing, and with a single one and `max_steps` the dataset. The trainer's
-            attribute cannot be replaced later.
+            attribute cannot be replaced later. The critic reads "critic_prompt", if there is such a column, in place
+            of "prompt".
         eval_dataset: the same, or several of them by name.
         processing_class: the tokenizer, not a processor; None: the model's own. Without a padding token EOS pads.
         peft_config: the actor's adapter; None: LoRA of rank 16 on all linear layers. The whole model is never trained;
@@ -401,10 +402,13 @@ class PPOTrainer(CrashSafeTrainer):
 
         Args:
             prompts: texts or conversations.
-            columns: further columns for the reward functions, one entry per prompt each. Equal rows form a group.
+            columns: further columns for the reward functions, one entry per prompt each. Equal rows form a group. A
+                critic that was trained with `critic_prompt` needs that column.
         Raises:
             TypeError, ValueError: prompts or columns that do not fit.
         """
+        if self.model.critic is not None:
+            self.model.critic.check_columns(columns)
         given = self._prompts_of(dataset_of(prompts, columns), "prompts", alike=False)
         rows = group_equal_rows(self.collector.eval_rows(given))
         check_alike({"number of prompts": len(rows), "number of different ones": len({row.group for row in rows})})

@@ -21,7 +21,7 @@ from hfppo.collect.forward import any_active, autocast, forward_passes, prompt_v
 from hfppo.collect.rollout_metrics import measure_episodes, measure_rollout, measure_scores, scores_alike
 from hfppo.config import PPOConfig
 from hfppo.data.prompt_stream import PromptStream
-from hfppo.data.prompts import Columns, Prompts, Row
+from hfppo.data.prompts import Prompt, Prompts, Row
 from hfppo.environments.chat_format import parse_turn
 from hfppo.environments.episodes import EpisodePlayer
 from hfppo.generation.sampler import Sampler
@@ -359,7 +359,7 @@ def transcript_of(samples: Sequence[Sample]) -> Transcript:
 
 
 def make_rows(
-    prompts: Iterable[tuple[int, tuple[Columns, list[int]]]],
+    prompts: Iterable[tuple[int, Prompt]],
     seed: int,
     streams: tuple[tuple[int, ...], tuple[int, ...]],
     completions: int = 1,

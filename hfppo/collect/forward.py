@@ -70,7 +70,7 @@ def batches_of(
 ) -> tuple[Tensor, list[Inputs]]:
     """Return the rows in the order of the passes, (B,), and their batches on the device."""
     inputs = {**sequences.joined(), "completion_mask": sequences.mask}
-    order, shared = order_rows(model.causal_lm, inputs["input_ids"], inputs["attention_mask"])
+    order, shared = order_rows(model.causal_lm, **sequences.after(*sequences.read_by_critic))
     size = args.local_rollout_forward_batch_size
     if is_sharded(model):  # equally many forwards on every process
         size = size or ROWS

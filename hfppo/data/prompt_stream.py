@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from datasets import Dataset, IterableDataset
 
-from hfppo.data.prompts import Columns, Prompts
+from hfppo.data.prompts import Prompt, Prompts
 
 # Evaluation datasets as PPOTrainer takes them; a stream is read whole.
 EvalDataset: TypeAlias = Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None
@@ -37,10 +37,10 @@ class PromptStream:
 
     def _restart(self) -> None:
         self._prompts = (prompts[i] for prompts in self._read() for i in range(len(prompts)))
-        self._held: list[tuple[Columns, list[int]]] = []  # read already, from position `_passed` on
+        self._held: list[Prompt] = []  # read already, from position `_passed` on
         self._passed = 0
 
-    def at(self, positions: range, seed: int) -> list[tuple[Columns, list[int]]]:
+    def at(self, positions: range, seed: int) -> list[Prompt]:
         """Return rows and token ids at positions; `seed` is unused, since a stream shuffles itself."""
         if positions.start < self._passed:
             self._restart()

@@ -4,8 +4,8 @@ import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +20,10 @@ from hfppo.state import ORDER_STREAM, stream_seed
 logger = logging.getLogger(__name__)
 
 Columns = dict[str, Any]  # a row of a dataset
+# A row, its prompt's token ids, and the critic's prompt's if the critic has its own.
+Prompt: TypeAlias = tuple[Columns, list[int]] | tuple[Columns, list[int], list[int]]
+
+CRITIC_PROMPT = "critic_prompt"  # the column with the prompts that only the critic reads
 
 # Arguments of reward functions that are not columns of the dataset.
 RESERVED_COLUMNS = {"prompts", "completions", "trainer_state", "log_extra", "log_metric"}
@@ -43,12 +47,14 @@ class Prompts:
     ids: pa.LargeListArray  # ids[i] are the token ids of row i
     conversational: bool  # whether the prompts are lists of messages
     dated: bool = False  # whether their text may depend on the date
+    critic_ids: pa.LargeListArray | None = None  # likewise of the critic's prompts; None: the critic has no own ones
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __getitem__(self, index: int) -> tuple[Columns, list[int]]:
-        return read_row(self.rows, index), self.ids[index].as_py()
+    def __getitem__(self, index: int) -> Prompt:
+        ids: Any = (some[index].as_py() for some in self.arrays)
+        return read_row(self.rows, index), *ids
 
     @property
     def head(self) -> "Prompts":
@@ -56,14 +62,19 @@ class Prompts:
         return self
 
     @property
+    def arrays(self) -> list[pa.LargeListArray]:
+        """The token ids of the prompts, and of the critic's if it has its own."""
+        return [self.ids] if self.critic_ids is None else [self.ids, self.critic_ids]
+
+    @property
     def tokens(self) -> np.ndarray:
         """(N,) int32, the token ids of all prompts, one prompt after the other."""
-        return self.ids.values.to_numpy()
+        return np.concatenate([ids.values.to_numpy() for ids in self.arrays])
 
     @property
     def lengths(self) -> np.ndarray:
-        """(B,) int64, the number of tokens of each prompt."""
-        return np.diff(self.ids.offsets.to_numpy())
+        """(B,) int64, the number of tokens of each prompt, or of the critic's if that is longer."""
+        return np.max([np.diff(ids.offsets.to_numpy()) for ids in self.arrays], axis=0)
 
     @property
     def longest(self) -> int:
@@ -82,22 +93,24 @@ class Prompts:
         if max_length is None or self.longest <= max_length:
             return self
         short = np.flatnonzero(self.lengths <= max_length)
-        number = f"{len(self) - len(short)} of {len(self)} prompts in {name} are longer than"
+        which = "prompts" if self.critic_ids is None else "prompts or critic_prompts"
+        number = f"{len(self) - len(short)} of {len(self)} {which} in {name} are longer than"
         if not (len(short) or may_be_empty):
             raise ValueError(
                 f"{number} max_prompt_length={max_length} tokens: no prompt is left; raise it, or shorten the prompts"
             )
         logger.warning("%s max_prompt_length=%s tokens and are dropped", number, max_length)
-        return replace(self, rows=self.rows.select(short), ids=self.ids.take(pa.array(short)))
+        ids, *critic_ids = (some.take(pa.array(short)) for some in self.arrays)
+        return Prompts(self.rows.select(short), ids, self.conversational, self.dated, *critic_ids)
 
     def digest(self) -> str:
         """Return a hash of all token ids and of where the prompts end."""
-        ends = self.ids.offsets.to_numpy()[1:]
+        ends = np.concatenate([ids.offsets.to_numpy()[1:] for ids in self.arrays])
         hashed = hashlib.sha256(ends.astype("<i8", copy=False).data)
         hashed.update(self.tokens.astype("<i4", copy=False).data)
         return hashed.hexdigest()
 
-    def at(self, positions: range, seed: int) -> list[tuple[Columns, list[int]]]:
+    def at(self, positions: range, seed: int) -> list[Prompt]:
         """Return rows and token ids at positions of the endless stream of shuffled epochs."""
         return [self[index] for index in prompt_indices(positions, len(self), seed)]
 
@@ -108,6 +121,8 @@ class Row:
 
     columns: Columns
     prompt_ids: list[int]
+    critic_prompt_ids: list[int] | None = None  # None: the critic reads `prompt_ids`
+    _: KW_ONLY
     number: int  # among all completions of the run, or of the evaluation
     group: int  # equal for the completions of one prompt
     seed: int
@@ -121,6 +136,7 @@ def prepare_prompts(
     name: str = "train_dataset",
     tools: Sequence[list[Schema]] | None = None,
     completed: bool = False,
+    for_critic: bool = False,
 ) -> Prompts:
     """Check and tokenize a dataset with a "prompt" column of text or of messages.
 
@@ -130,6 +146,7 @@ def prepare_prompts(
         name: the dataset's name in errors.
         tools: JSON schemas of the tools that each row's prompt shows; None: the row's column "tools".
         completed: whether an environment adds its text to each prompt, which may have no tokens before.
+        for_critic: whether the column "critic_prompt" is read, if there is one.
     Raises:
         ValueError: no rows, no "prompt" column, a prompt of an unknown type, or one that the tokenizer cannot render.
     """
@@ -146,8 +163,10 @@ def prepare_prompts(
     of_rows = "chat_template_kwargs" in dataset.column_names  # the column may contain a chat template
     if not (dated := conversational and (of_rows or reads_time(tokenizer, options))):
         options.pop(CLOCK, None)  # stored ids are found on other days too
-    tokenization = PromptTokenizer(tokenizer, conversational, options, name, completed)
-    return Prompts(dataset, tokenization.tokenize(dataset, tools), conversational, dated)
+    columns = ["prompt", CRITIC_PROMPT] if for_critic and CRITIC_PROMPT in dataset.column_names else ["prompt"]
+    makers = (PromptTokenizer(tokenizer, conversational, options, name, completed, column) for column in columns)
+    ids, *critic_ids = (maker.tokenize(dataset, tools) for maker in makers)
+    return Prompts(dataset, ids, conversational, dated, *critic_ids)
 
 
 def check_columns(dataset: Dataset, name: str) -> None:
@@ -218,8 +237,8 @@ def dataset_of(prompts: Sequence[object], columns: Mapping[str, Sequence[object]
     return Dataset.from_dict({**columns, "prompt": list(prompts)})
 
 
-def check_kinds(prompts: list[Any], first: int, conversational: bool, name: str) -> None:
-    """Raise if a prompt is not of the dataset's kind, text or messages; the error names its row.
+def check_kinds(prompts: list[Any], first: int, conversational: bool, name: str, column: str) -> None:
+    """Raise if a prompt is not of the dataset's kind, text or messages; the error names its row and column.
 
     Args:
         first: the row of the first prompt.
@@ -227,7 +246,7 @@ def check_kinds(prompts: list[Any], first: int, conversational: bool, name: str)
     for row, prompt in enumerate(prompts, first):
         if not (prompt and all(map(is_message, prompt)) if conversational else isinstance(prompt, str)):
             raise ValueError(
-                f"{name} row {row}: prompt={prompt!r} is neither text nor a list of messages like "
+                f"{name} row {row}: {column}={prompt!r} is neither text nor a list of messages like "
                 "[{'role': 'user', 'content': ...}], or is not of row 0's kind; use text or messages in all rows"
             )
 
@@ -250,6 +269,7 @@ class PromptTokenizer:
     chat_template_kwargs: Mapping[str, object]
     name: str
     completed: bool = False  # a prompt may have no tokens before an environment completes it
+    column: str = "prompt"  # or the critic's; a row without a prompt in it has its "prompt" there
     version: int = VERSION  # part of the hash by which stored ids are found
 
     def tokenize(self, dataset: Dataset, tools: Sequence[list[Schema]] | None) -> pa.LargeListArray:
@@ -261,9 +281,10 @@ class PromptTokenizer:
             ValueError: a row has no tokens.
         """
         own = [column for column in TEMPLATE_COLUMNS if self.conversational and column in dataset.column_names]
+        read = [*dict.fromkeys(["prompt", self.column, *own])]
         if is_stored(dataset) and tools is None:
             with suppress(OSError):  # where nothing can be written, every start tokenizes
-                stored = dataset.select_columns(["prompt", *own])
+                stored = dataset.select_columns(read)
                 stored = stored.map(
                     self,
                     with_indices=True,
@@ -277,7 +298,7 @@ class PromptTokenizer:
         chunks = []
         for rows in np.array_split(np.arange(len(dataset)), -(-len(dataset) // ROWS_AT_ONCE)):
             part = slice(int(rows[0]), int(rows[-1]) + 1)
-            batch = {column: list(dataset[column][part]) for column in ("prompt", *own)}
+            batch = {column: list(dataset[column][part]) for column in read}
             if tools is not None:
                 given = batch.get("tools", [None] * len(rows))
                 batch["tools"] = [schemas or shown for schemas, shown in zip(tools[part], given, strict=True)]
@@ -286,13 +307,15 @@ class PromptTokenizer:
 
     def __call__(self, batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[list[int]]]:
         """Return the token ids of consecutive rows as a column, as `Dataset.map` expects."""
-        prompts = batch["prompt"]
-        check_kinds(prompts, rows[0], self.conversational, self.name)
+        columns = zip(batch[self.column], batch["prompt"], strict=True)
+        prompts = [plain if own is None else own for own, plain in columns]
+        check_kinds(prompts, rows[0], self.conversational, self.name, self.column)
+        batch = {**batch, "prompt": prompts}
         given = [dict(zip(batch, of_row, strict=True)) for of_row in zip(*batch.values(), strict=True)]
         ids = self.token_ids(given, rows[0])
         for row, prompt, tokens in zip(rows, prompts, ids, strict=True):
             if not (tokens or self.completed):
-                raise ValueError(f"{self.name} row {row}: the prompt {prompt!r} has no tokens; remove the row")
+                raise ValueError(f"{self.name} row {row}: the {self.column} {prompt!r} has no tokens; remove the row")
         return {"ids": ids}
 
     def token_ids(self, rows: list[Columns], first: int) -> list[list[int]]:

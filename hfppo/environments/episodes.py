@@ -18,7 +18,7 @@ from typing import Any
 
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import Message, Schema, render_all, template_options
-from hfppo.data.prompts import EMPTY_PROMPT, Row
+from hfppo.data.prompts import CRITIC_PROMPT, EMPTY_PROMPT, Row
 from hfppo.environments.agents import COLUMN, Agents, EnvironmentPool
 from hfppo.environments.chat_format import ChatFormat, check_template, parse_turn, text_message
 from hfppo.environments.environment import TextEnvironment, finite_reward, joined, replace_halves, text_of, tools_of
@@ -32,6 +32,8 @@ from hfppo.support.calls import Threads
 TurnSampler = Callable[[list[list[int]], list[int] | None, list[int]], list[Turn]]
 
 Ask = Callable[["Episode"], Coroutine[Any, Any, Turn]]  # samples the next turn of an episode
+
+READ = ("prompt_ids", "critic_prompt_ids")  # the prompts of a row, the actor's and the critic's
 
 PATIENCE = 0.03  # seconds that ready episodes wait for others at least, so that quick tools keep batches whole
 
@@ -164,11 +166,12 @@ class EpisodePlayer:
         """Reset the environment, and append its text to the prompt."""
         text = "" if episode.environment is None else await self.reset(episode)
         row = episode.row = self.complete_prompt(episode.row, text or "", episode.pool.schemas)
-        length, kind = len(row.prompt_ids), type(episode.environment).__name__
-        if length == 0:
+        given = {name: ids for name in READ if (ids := getattr(row, name)) is not None}
+        length, kind = max(map(len, given.values())), type(episode.environment).__name__
+        if not all(given.values()):
             raise ValueError(f"row {row.number}: the prompt and the text of {kind}.reset are empty; write one of them")
         if self.max_prompt is not None and length > self.max_prompt:
-            episode.row = replace(row, prompt_ids=row.prompt_ids[-self.max_prompt :])
+            episode.row = replace(row, **{name: ids[-self.max_prompt :] for name, ids in given.items()})
             episode.failed = True
             logger.warning(
                 "row %d: with the text of %s.reset the prompt has %d tokens, more than %d; it has no score",
@@ -176,17 +179,21 @@ class EpisodePlayer:
             )
 
     def complete_prompt(self, row: Row, text: str, schemas: list[Schema]) -> Row:
-        """Return a row whose prompt ends with a text, in messages of plain text, which every chat template renders."""
-        given = row.columns.get("prompt", EMPTY_PROMPT)
-        *before, last = ({**message, "content": joined(message.get("content"))} for message in given)
-        texts = text, self.chat_format.neutralize(text)
-        prompt, shown = ([*before, {**last, "content": last["content"] + added}] for added in texts)
-        columns = {**row.columns, "prompt": prompt}
+        """Return a row whose prompt ends with a text, in messages of plain text, which every chat template renders.
+
+        The critic's prompt, if it has its own, ends with the text, too; its column stays as it is.
+        """
+        given = [row.columns.get("prompt", EMPTY_PROMPT)]
+        if row.critic_prompt_ids is not None:
+            given.append(row.columns[CRITIC_PROMPT] or given[0])
+        columns = {**row.columns, "prompt": extended(given[0], text)}
+        shown = [extended(prompt, self.chat_format.neutralize(text)) for prompt in given]
         if shown == given:
             return replace(row, columns=columns)
-        rendered = {**columns, "prompt": shown, "tools": schemas or columns.get("tools")}
-        (ids,) = render_all([rendered], self.chat_format.tokenizer, self.chat_format.options)
-        return replace(row, columns=columns, prompt_ids=ids)
+        rendered = [{**columns, "prompt": prompt, "tools": schemas or columns.get("tools")} for prompt in shown]
+        rendered_ids = render_all(rendered, self.chat_format.tokenizer, self.chat_format.options)
+        ids: dict[str, Any] = dict(zip(READ, rendered_ids, strict=False))
+        return replace(row, columns=columns, **ids)
 
     async def reset(self, episode: Episode) -> str | None:
         """Reset the environment of an episode, and return its text."""
@@ -304,6 +311,12 @@ class EpisodePlayer:
         episode.append(ids)
         if last:
             episode.ended = Ended.UNFINISHED
+
+
+def extended(prompt: list[Message], text: str) -> list[Message]:
+    """Return a prompt as messages of plain text, the last of which ends with a text."""
+    *before, last = ({**message, "content": joined(message.get("content"))} for message in prompt)
+    return [*before, {**last, "content": last["content"] + text}]
 
 
 def make_player(agents: Agents, eos_ids: list[int], args: PPOConfig, positions: int | None) -> EpisodePlayer:

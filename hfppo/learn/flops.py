@@ -43,9 +43,12 @@ class FlopCounter:
 
     def count(self, pieces: Sequence[Rollout], plan: StepPlan) -> int:
         """Return the operations of a step with this plan on some completions."""
-        tokens = sum(int(piece.lengths.sum()) for piece in pieces)
-        sampled = sum(int(piece.mask.sum()) for piece in pieces)
-        return tokens * (plan.policy * self.actor + plan.values * self.critic) + sampled * plan.policy * self.head
+        of_actor = of_critic = 0
+        for piece in pieces:
+            completed = piece.real.sum()
+            of_actor += int(piece.prompt_mask.sum() + completed) * self.actor + int(piece.mask.sum()) * self.head
+            of_critic += int(piece.read_by_critic[1].sum() + completed) * self.critic
+        return plan.policy * of_actor + plan.values * of_critic
 
 
 def flops_per_token(trunk: nn.Module, trained: list[nn.Parameter]) -> int:

@@ -42,7 +42,7 @@ def cut_mini_batch(
     "pieces" has the micro-batch, in several pieces if it has more than `max_tokens` tokens in a forward.
     The other entries are flat token ids and masks, by which Trainer counts tokens and floating-point operations.
     """
-    order, shared = order_rows(model.causal_lm, **mini_batch.joined())
+    order, shared = order_rows(model.causal_lm, **mini_batch.after(*mini_batch.read_by_critic))
     num_pieces = num_micro_batches
     if max_tokens is not None:  # the same number on all processes: sharded models compute together
         sizes = sizes_within(mini_batch.lengths[order].tolist(), shared.tolist(), max_tokens)

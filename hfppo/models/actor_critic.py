@@ -245,6 +245,8 @@ class ActorCritic(PeftModelForCausalLM):
         completion_mask: Tensor | None = None,
         want: Want = EVERYTHING,
         base_states: Tensor | None = None,
+        critic_input_ids: Tensor | None = None,
+        critic_attention_mask: Tensor | None = None,
         **kwargs: object,
     ) -> TokenOutputs | ModelOutput:
         """Log-probs, entropy and values of completion tokens; without `completion_mask`, PEFT's own forward.
@@ -256,6 +258,8 @@ class ActorCritic(PeftModelForCausalLM):
             want: which outputs, and at which temperature.
             base_states: (N, H), which the values start from, as an earlier call returned them for these rows; on any
                 device.
+            critic_input_ids, critic_attention_mask: (B, C + T), the same completions after prompts of the critic's
+                own; None: it reads the actor's.
         """
         if completion_mask is None:
             return super().forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
@@ -274,6 +278,8 @@ class ActorCritic(PeftModelForCausalLM):
                 logprobs, entropy = self._policy(layout, hidden, input_ids, completion_mask, want)
             if want.values and self.critic is not None:
                 if not self.critic_is_shared:
+                    if critic_input_ids is not None:
+                        layout, rows = None, (critic_input_ids, critic_attention_mask, *rows[2:])
                     if layout is None or not fits(layout, self.critic_trunk):
                         layout = lay_out(self.critic_trunk, *rows)
                     hidden = self._critic_states(layout, attention_mask, base_states)

@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,6 +69,7 @@ class Critic(nn.Module):
         trunk: the other model without its head, with the adapter; None: the critic is on the actor's base.
         base: name of the other model, kept in the saved folder.
         layers: number of top layers that an "adapter" critic adapts; None: all.
+        privileged: whether it reads the column "critic_prompt" in place of the actor's prompt.
     """
 
     def __init__(
@@ -79,10 +80,11 @@ class Critic(nn.Module):
         trunk: PeftModel | None = None,
         base: str | None = None,
         layers: int | None = None,
+        privileged: bool = False,
     ):
         super().__init__()
         self.kind, self.base, self.hidden_size = kind, base, hidden_size
-        self.peft_config, self.layers = peft_config, layers
+        self.peft_config, self.layers, self.privileged = peft_config, layers, privileged
         self.trunk = trunk
         self.value_head = ValueHead(hidden_size)
 
@@ -102,11 +104,19 @@ class Critic(nn.Module):
         size = self.trunk.config.get_text_config().vocab_size
         return replace(layout, inputs={**layout.inputs, "input_ids": layout.inputs["input_ids"].clamp(max=size - 1)})
 
+    def check_columns(self, columns: Container[str]) -> None:
+        """Raise ValueError unless there is a column "critic_prompt" just if the critic was trained with it."""
+        if self.privileged != ("critic_prompt" in columns):
+            advice = "pass an entry for each prompt" if self.privileged else "leave it out"
+            trained = "with it, and its values mean nothing without" if self.privileged else "without it"
+            raise ValueError(f"critic_prompt: the critic was trained {trained}; {advice}")
+
     def config(self) -> dict[str, Any]:
         """Return the configuration that is saved next to the weights and compared when they are loaded."""
         adapter = None if self.peft_config is None else describe_adapter(self.peft_config)
         own = {"kind": self.kind, "base": self.base, "hidden_size": self.hidden_size, "peft_config": adapter}
-        return own if self.layers is None else {**own, "layers": self.layers}
+        more = {"layers": self.layers, "privileged": self.privileged or None}
+        return own | {name: value for name, value in more.items() if value is not None}
 
     def save(self, folder: str | Path, weights: dict[str, Tensor]) -> None:
         """Write the critic's trained weights, by their names in the file, and the configuration that they fit."""
@@ -131,7 +141,7 @@ class Critic(nn.Module):
         if its != ours:
             raise ValueError(
                 f"{folder} contains a critic with {its}, but this run's critic has {ours}; use the critic, "
-                "critic_layers and peft_config it was trained with"
+                "critic_layers, peft_config and column critic_prompt it was trained with"
             )
         weights = load_file(Path(folder) / CRITIC_WEIGHTS)
         if other := sorted(weights.keys() ^ set(names)):
@@ -155,6 +165,7 @@ class CriticSource:
     model: str | PreTrainedModel  # one of CRITIC_KINDS, or a loaded model
     folder: Path | None = None  # the folder of its trained weights
     layers: int | None = None  # number of top layers that an "adapter" critic adapts; None: all
+    privileged: bool = False  # whether it reads the column "critic_prompt"
 
     def with_layers(self, layers: int | None, actor: PreTrainedModel | PeftModel) -> "CriticSource":
         """Return the source of a critic that adapts this many layers.
@@ -176,6 +187,20 @@ class CriticSource:
                 "all of them"
             )
         return replace(self, layers=layers)
+
+    def with_prompts(self, privileged: bool) -> "CriticSource":
+        """Return the source of a critic that reads the column "critic_prompt", or not.
+
+        Raises:
+            ValueError: the critic starts from states of the actor's prompt.
+        """
+        if privileged and (self.layers is not None or self.model in ("shared", "shared_detached")):
+            kind = f"critic={self.model!r}" if self.layers is None else f"critic_layers={self.layers}"
+            raise ValueError(
+                f"train_dataset has a column 'critic_prompt', but with {kind} the critic starts from states of the "
+                "actor's prompt; use critic='adapter' without critic_layers, or remove the column"
+            )
+        return replace(self, privileged=privileged)
 
 
 def find_critic(critic: str | PreTrainedModel | CriticSource, **init_kwargs: object) -> CriticSource:
@@ -200,7 +225,8 @@ def find_critic(critic: str | PreTrainedModel | CriticSource, **init_kwargs: obj
         saved = json.loads((folder / CRITIC_CONFIG).read_text(encoding="utf-8"))
         of_base = {name: value for name, value in init_kwargs.items() if name != "revision"}
         base = saved["base"] if saved["kind"] == "model" else saved["kind"]
-        return CriticSource(find_critic(base, **of_base).model, folder, saved.get("layers"))
+        model = find_critic(base, **of_base).model
+        return CriticSource(model, folder, saved.get("layers"), saved.get("privileged", False))
     if adapter_config(critic, **options) is not None:
         raise ValueError(f"critic={critic!r} is an adapter; merge it into its base, save that, and give its folder")
     try:
@@ -252,7 +278,8 @@ def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftC
     if not own:
         config = peft_config if source.model == "adapter" else None
         width = width_of(base.get_output_embeddings(), base)
-        return Critic(cast(str, source.model), width, config, layers=source.layers).to(base.device)
+        kind = cast(str, source.model)
+        return Critic(kind, width, config, layers=source.layers, privileged=source.privileged).to(base.device)
     head = getattr(model, "score", None)
     model.config.return_dict = True  # outputs are read by name
     if is_resized(model, None):
@@ -265,7 +292,8 @@ def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftC
         trunk = get_peft_model(copied, config, adapter_name=CRITIC)
     trunk.set_requires_grad(CRITIC)
     trunk.base_model.model = trunk_of(copied)
-    built = Critic("model", width_of(head, model), config, trunk, base=model.config.name_or_path)
+    name, width = model.config.name_or_path, width_of(head, model)
+    built = Critic("model", width, config, trunk, base=name, privileged=source.privileged)
     built.value_head.to(base.device)
     if isinstance(head, nn.Linear) and head.out_features == 1:
         with torch.no_grad():

@@ -69,6 +69,7 @@ def write_card(
         base=data.base_model,
         architecture=type(model.get_base_model()).__name__,
         critic_folder=None if model.critic is None else CRITIC_FOLDER,
+        privileged=model.critic is not None and model.critic.privileged,
         source=json.dumps(trainer.hub_model_id or folder.absolute().name, ensure_ascii=False),
         chat=chat,
         chat_options={option: repr(x) for option, x in cast(dict, args.chat_template_kwargs or {}).items()},

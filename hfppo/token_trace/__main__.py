@@ -28,6 +28,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("folder", help="the output folder of a run, or one of its checkpoints")
     add("prompt", help="the prompt, as in the dataset")
+    add("--critic_prompt", help="what the critic reads in place of the prompt, if it was trained so")
     add("--score", type=float, help="score of the completion; without it, reward, return and advantage are unknown")
     add("--completion", help="trace this completion instead of sampling one")
     add("--seed", type=int, help="sample another completion; by default the run's seed")

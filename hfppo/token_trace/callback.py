@@ -43,7 +43,8 @@ class TokenTraceCallback(PPOCallback):
         columns: further columns that the reward functions need, one entry per prompt each.
 
     Raises:
-        ValueError: a number below 1, or only some of prompts, columns and trainer.
+        ValueError: a number below 1, only some of prompts, columns and trainer, or no `critic_prompt` for a critic
+            that was trained with it.
     """
 
     def __init__(
@@ -63,6 +64,8 @@ class TokenTraceCallback(PPOCallback):
                 f"prompts, trainer and columns ({', '.join(columns) or 'none'}) belong together; use "
                 "trainer.add_callback(TokenTraceCallback(trainer=trainer, prompts=[...]))"
             )
+        if trainer is not None and trainer.model.critic is not None:
+            trainer.model.critic.check_columns(columns)
         self._kind = "rollout" if prompts is None else "prompts"
         self.every, self.num_completions = every, num_completions
         self.trainer, self.prompts, self.columns = trainer, prompts, columns

@@ -59,6 +59,7 @@ def trace_prompt(
     checkpoint: str | Path,
     prompt: str,
     *,
+    critic_prompt: str | None = None,
     completion: str | None = None,
     score: float | None = None,
     seed: int | None = None,
@@ -70,6 +71,7 @@ def trace_prompt(
 
     Args:
         checkpoint: a checkpoint, or the output folder of a run: its last one.
+        critic_prompt: what a critic that was trained with such a column reads in place of the prompt.
         completion: the completion to trace; None: sample one.
         score: score of the completion; None: unknown.
         seed: seed of the sampled completion; None: the run's.
@@ -91,13 +93,14 @@ def trace_prompt(
     if completion is not None:
         written = completion_ids(completion, tokenizer, eos_token_ids(tokenizer, model.generation_config))
         changes["max_completion_length"] = len(written)
-    asked: Any = [{"role": "user", "content": prompt}] if chat else prompt
+    given = {"prompt": prompt, **({} if critic_prompt is None else {"critic_prompt": critic_prompt})}
+    asked: dict[str, Any] = {name: [[{"role": "user", "content": x}] if chat else x] for name, x in given.items()}
     with TemporaryDirectory() as output_dir:  # nothing is written into it, but Trainer makes the folder
         trainer = PPOTrainer(
             model=model,
             reward_funcs=lambda completions, **_: [score] * len(completions),
             args=TraceConfig(output_dir=output_dir, **{**rollout_settings(run), **changes}),
-            eval_dataset=Dataset.from_dict({"prompt": [asked]}),
+            eval_dataset=Dataset.from_dict(asked),
             processing_class=tokenizer,
             peft_config=peft_config,
             ref_model=ref_model,
@@ -110,7 +113,7 @@ def trace_prompt(
                 logger.warning("%s is not the run's, unless that was quantised; give --base or --ref_model", part)
         if completion is not None:
             trainer.collector = replace(trainer.collector, sampler=FixedCompletion(written))
-        rollout = trainer.rollout([asked])
+        rollout = trainer.rollout(asked.pop("prompt"), **asked)
     table = TokenTable.from_rollout(rollout, 0, tokenizer, trainer.args.reward_kl_estimator)
     if score is None:
         table = remove_score(table)

@@ -24,6 +24,7 @@ from hfppo.reporting.traces import read_traces, trace_file
 
 freeze_imports()
 OUT, CRITIC, ENGINE, FIELDS = Path(sys.argv[1]), sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
+PRIVILEGED = CRITIC == "privileged"
 # accelerate shards over GPUs alone, though torch and DeepSpeed can over CPUs as well.
 KINDS = {"fsdp2": "MULTI_GPU", "hsdp": "MULTI_GPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 CONFIG = {
@@ -40,6 +41,8 @@ CONFIG = {
 }
 DATASET = Dataset.from_list([{"prompt": f"{'请问' * a}{a}+{b}="} for a in range(4) for b in range(3, 7)])
 
+TOLD = DATASET.map(lambda row: {"critic_prompt": f"请问{row['prompt']}"})
+
 
 def make(name: str) -> PPOTrainer:
     args = PPOConfig(**CONFIG, output_dir=str(OUT / name))
@@ -50,11 +53,11 @@ def make(name: str) -> PPOTrainer:
         model=str(OUT / "base") if CONFIG.get("use_vllm") else ragged_model(),
         reward_funcs=count_digits,
         args=args,
-        train_dataset=DATASET,
+        train_dataset=TOLD if PRIVILEGED else DATASET,
         eval_dataset=DATASET.select(range(7)),  # does not divide by two
         processing_class=character_tokenizer(),
         peft_config=LORA,
-        critic=CRITIC,
+        critic="adapter" if PRIVILEGED else CRITIC,
         callbacks=[TokenTraceCallback(every=1)],
     )
     trainer.remove_callback(RunPageCallback)  # half of the time of so small a run

@@ -59,12 +59,14 @@ VARIANTS = [
         "stop_at": 1e-3,
         "entropy_coef": 0.01,
     },
+    {"privileged": True, "bootstrap_truncated": True},
     {"talks": True, "gamma_turn": 0.9, "max_completion_length": 40, "max_tokens_per_micro_batch": 100},
 ]
 DATASET = Dataset.from_list([{"prompt": f"请问{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3, 7)])
+TOLD = DATASET.map(lambda row: {"critic_prompt": f"{row['answer']}！{row['prompt']}"})
 
 
-def make(name: str, talks: bool = False, stop_at: float = math.inf, **config) -> PPOTrainer:
+def make(name: str, talks: bool = False, privileged: bool = False, stop_at: float = math.inf, **config) -> PPOTrainer:
     callbacks = [AdaptiveKLCallback(target=0.01, horizon=100), stops_at_kl(stop_at)]
     config = {**CONFIG, **config}
     if talks:
@@ -74,7 +76,7 @@ def make(name: str, talks: bool = False, stop_at: float = math.inf, **config) ->
             model=ragged_model(),
             reward_funcs=count_digits,
             args=PPOConfig(**config, output_dir=str(OUT / name)),
-            train_dataset=DATASET,
+            train_dataset=TOLD if privileged else DATASET,
             eval_dataset=DATASET.select(range(7)),  # does not divide by two
             processing_class=character_tokenizer(),
             peft_config=LORA,
