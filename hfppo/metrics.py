@@ -61,6 +61,7 @@ METRICS: dict[str, tuple[str, str]] = {
         "mean",
         "1 − Var(R − V)/Var(R), R: all later rewards. 1 perfect, 0 as a constant.",
     ),
+    "value/explained_variance_{third}": ("mean", "The same over the first, middle or last third of the tokens."),
     "value/turn_explained_variance": ("mean", "The same over the first tokens of turns: the critic's view of states."),
     "value/loss": ("mean", "½·squared error of the value per token, clipped."),
     "value/clip_frac": ("mean", "Share of tokens whose value the clip bounds, so that it gets no gradient."),

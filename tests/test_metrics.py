@@ -84,7 +84,9 @@ def test_every_metric_of_the_table_appears_in_a_log_and_no_other(make_trainer, d
     elsewhere = {name for name in METRICS if name.startswith("critic_pretraining") or "candidates" in name}
     expected = METRICS.keys() - elsewhere - EPISODE_METRICS
     assert seen - {"epoch", "step", "grad_norm"} == {
-        name.format(function="scores", name="length", part="epoch_1") for name in expected
+        name.format(function="scores", name="length", part="epoch_1", third=third)
+        for name in expected
+        for third in ("first", "middle", "last")
     }
 
 

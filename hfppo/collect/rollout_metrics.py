@@ -18,6 +18,7 @@ from hfppo.rollout import Rollout
 from hfppo.sample import Ended, Sample
 
 LIMITS = [ended for ended in Ended if ended is not Ended.STOPPED]
+THIRDS = ("first", "middle", "last")  # of a completion's sampled tokens
 
 
 def measure_scores(samples: Sequence[Sample], numbers: Numbers) -> Measures:
@@ -81,7 +82,9 @@ def measure_values(credited: Credited, total: Callable[[Tensor], Tensor]) -> Mea
     fitted = rollout.fitted
     values, returns = parts(rollout.values, fitted), parts(rollout.returns, fitted)
     measures = {"value/mean": values, "value/std": values, "value/return": returns, "value/return_std": returns}
-    tokens = {"value/explained_variance": fitted}
+    position = 3 * (rollout.mask.cumsum(dim=1) - 1) // rollout.mask.sum(dim=1, keepdim=True).clamp(min=1)
+    thirds = {f"value/explained_variance_{name}": fitted & (position == n) for n, name in enumerate(THIRDS)}
+    tokens = {"value/explained_variance": fitted, **thirds}
     if rollout.context is not None:
         tokens["value/turn_explained_variance"] = fitted & F.turn_starts(rollout.mask)
     for name, some in tokens.items():
