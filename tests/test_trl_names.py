@@ -66,10 +66,7 @@ VLLM = {"use_vllm": True, "vllm_mode": "server"}
             {"cliprange": 0.3, "cliprange_high": 0.4, "dual_clip": 2},
         ),
         ({"num_iterations": 3, "response_length": 9}, {"num_ppo_epochs": 3, "max_completion_length": 9}),
-        (
-            {"num_completions_to_print": None, "warmup_ratio": 0.1},
-            {"num_completions_to_print": None, "warmup_steps": 0.1},
-        ),
+        ({"num_completions_to_print": 3, "warmup_ratio": 0.1}, {"log_completions": False, "warmup_steps": 0.1}),
         ({"beta": 0.1}, {"kl_loss_coef": 0.1, "kl_coef": 0.0, "kl_estimator": None}),
         ({"beta": 0.1, "advantage_estimator": "rloo"}, {"kl_loss_coef": 0.0, "kl_coef": 0.1}),
         ({"beta": 0.1, "use_bias_correction_kl": True}, {"kl_estimator": "k3+"}),
@@ -365,7 +362,7 @@ SCRIPTS = {
         PLAIN,
         {"num_mini_batches": 2, "num_ppo_epochs": 2, "kl_loss_coef": 0.04, "kl_coef": 0.0, "cliprange_high": 0.28},
     ),
-    "tools": (WITH_TOOLS, {"loss_reduction": "seq-mean-token-mean", "num_completions_to_print": 1}),
+    "tools": (WITH_TOOLS, {"loss_reduction": "seq-mean-token-mean", "log_completions": True}),
     "environment": (WITH_AN_ENVIRONMENT, {"policy_loss": "cispo", "num_mini_batches": 1, "cliprange_high": 5.0}),
 }
 
