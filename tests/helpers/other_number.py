@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from build_arithmetic_base import character_tokenizer
+from datasets import Dataset
 
 from helpers.agents import talking_trainer
 from helpers.processes import freeze_imports
@@ -30,6 +31,7 @@ CASES = {
     "chosen": ({"prompt_candidates": 2}, 3),
     "game": ({"max_completion_length": 40, "gamma_turn": 0.9}, 3),
 }
+ROWS = Dataset.from_list([{"prompt": f"请问{a}+{b}="} for a in range(8) for b in range(2, 6)])  # for all candidates
 candidates.EXPLAINED = 0.0  # the critic chooses whatever little it knows
 
 
@@ -38,7 +40,7 @@ def make(name: str) -> PPOTrainer:
     if name == "game":
         trainer = talking_trainer(f"{OUT}/{name}", config)
     else:
-        trainer = small_trainer(f"{OUT}/{name}", config, processing_class=character_tokenizer())
+        trainer = small_trainer(f"{OUT}/{name}", config, processing_class=character_tokenizer(), train_dataset=ROWS)
     trainer.remove_callback(PlotCallback)
     return trainer
 
