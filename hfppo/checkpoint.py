@@ -1,4 +1,8 @@
-"""PPO's state in a checkpoint: one file per process, next to Trainer's own files."""
+"""PPO's state in a checkpoint: one file per process, next to Trainer's own files.
+
+A run resumes on another number of processes if the rollout of all of them has the same size. Each process then reads
+all files, and takes its part of the rows.
+"""
 
 import hashlib
 import json
@@ -17,7 +21,7 @@ from transformers import TrainingArguments
 
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import RunDate
-from hfppo.metrics import UpdateStep, sums_from_dict
+from hfppo.metrics import UpdateStep, merge, sums_from_dict
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.adapter_config import describe_adapter, find_differences
 from hfppo.models.adapter_switch import REFERENCE
@@ -34,6 +38,8 @@ STRUCTURE = (
 )  # fmt: skip
 
 AHEAD = ".ahead.safetensors"  # suffix of the file with the adapter that samples ahead
+
+PROCESSES = "number of processes"
 
 PROMPTS = "prompts (SHA-256 of lengths and token ids)"
 
@@ -66,23 +72,29 @@ def describe_run(
     inherited = {f.name for f in fields(TrainingArguments)}
     values = json.loads(json.dumps(args.to_dict(), default=str))  # without secrets, and with dtypes as text
     own = [f.name for f in fields(args) if f.name not in {*inherited, *STRUCTURE, "num_critic_epochs"}]
+    # ZeRO's optimizer is in parts, and groups are selected by each process from its own.
+    keeps_number = args.deepspeed_plugin is not None or args.selects_groups
     return RunDescription(
         structure={
             # Only the product: a run that is short of memory can resume with smaller micro-batches.
-            "per_device_train_batch_size × gradient_accumulation_steps": (
-                args.per_device_train_batch_size * args.gradient_accumulation_steps
+            "per_device_train_batch_size × gradient_accumulation_steps × number of processes": (
+                args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
             ),
+            **({PROCESSES: args.world_size} if keeps_number else {}),
             **{name: getattr(args, name) for name in STRUCTURE},
             "num_critic_epochs": args.critic_epochs if args.needs_critic else None,
             "optim": values["optim"],
-            "number of processes": args.world_size,
             PROMPTS: hash_prompts(prompt_maker),
             **hash_frozen_weights(model),
             "tools": None if agents is None else {str(name): pool.schemas for name, pool in agents.pools.items()},
             "peft_config": describe_adapter(peft_config),
             "critic": None if model.critic is None else model.critic.kind,
         },
-        settings={**{name: values[name] for name in (*own, *TRAINER_FIELDS)}, "reward_funcs": reward_funcs},
+        settings={
+            **{name: values[name] for name in (*own, *TRAINER_FIELDS)},
+            "reward_funcs": reward_funcs,
+            PROCESSES: args.world_size,
+        },
         date=prompt_maker.date.day.isoformat(),
     )
 
@@ -114,9 +126,18 @@ def fingerprint(weights: Iterable[Tensor]) -> str:
 
 
 def saved_run(checkpoint: str | Path, process: int = 0) -> RunDescription | None:
-    """Return the description of the run that wrote a checkpoint; None if it was not a PPOTrainer."""
-    path = state_file(checkpoint, process)
-    return RunDescription(**json.loads(path.read_text(encoding="utf-8"))["run"]) if path.is_file() else None
+    """Return the description of the run that wrote a checkpoint; None if it was not a PPOTrainer.
+
+    Args:
+        process: whose file is read if it exists, and else that of process 0, which says the same.
+    """
+    found = [path for n in (process, 0) if (path := state_file(checkpoint, n)).is_file()]
+    return RunDescription(**read_state(found[0])["run"]) if found else None
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Return the content of a process's JSON file."""
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def starting_values(settings: dict[str, Any]) -> dict[str, Any]:
@@ -164,12 +185,14 @@ class PPOCheckpoint:
         Raises:
             ValueError: this run cannot resume from it.
         """
-        if (saved := saved_run(checkpoint, self.process)) is None:
-            missing = state_file(checkpoint, self.process).name
+        saved = saved_run(checkpoint, self.process)
+        needed = [self.process] if saved is None else self._sources(saved)
+        if missing := [path.name for n in needed if not (path := state_file(checkpoint, n)).is_file()]:
             raise ValueError(
-                f"{checkpoint} has no {missing}: it was written by another trainer, by fewer processes, or with "
+                f"{checkpoint} has no {missing[0]}: it was written by another trainer, into another folder, or with "
                 "save_only_model=True; to start anew from its weights, pass it as model"
             )
+        assert saved is not None
         for name, wanted in self.run.structure.items():
             default = getattr(PPOConfig, name, None)  # of a field that is newer than the checkpoint
             before, now = find_differences(saved.structure.get(name, default), wanted)
@@ -210,13 +233,47 @@ class PPOCheckpoint:
 
     def load(self, checkpoint: str | Path) -> Standing:
         """Read what `save` wrote; this run's β and clips replace the saved ones where their settings have changed."""
-        path = state_file(checkpoint, self.process)
-        content = json.loads(path.read_text(encoding="utf-8"))
-        rollout = Rollout(**load_file(path.with_suffix(".safetensors"))) if content["rollout"] else None
-        found = content.get("ahead")  # earlier versions had none
-        ahead = None if found is None else (found, load_file(path.with_suffix(AHEAD)))
+        saved = saved_run(checkpoint, self.process)
+        assert saved is not None
+        paths = [state_file(checkpoint, n) for n in self._sources(saved)]
+        contents = [read_state(path) for path in paths]
+        content, metrics, rollout = contents[0], contents[0]["metrics"], None
+        if content["rollout"]:
+            rollouts = [Rollout(**load_file(path.with_suffix(".safetensors"))) for path in paths]
+            rollout = rollouts[0]
+            if len(paths) > 1:
+                rows = torch.arange(sum(map(len, rollouts)))
+                rollout = Rollout.join(rollouts).select(rows[self._own_part(len(rows))])
+        if len(paths) > 1:  # the first process continues the sums of all
+            each = merge(sums_from_dict(content["metrics"]) for content in contents)
+            metrics = {} if self.process else {name: asdict(sums) for name, sums in each.items()}
         state = PPOState.from_state_dict(content["state"])
-        before, now = (starting_values(settings) for settings in (content["run"]["settings"], self.run.settings))
+        before, now = (starting_values(run.settings) for run in (saved, self.run))
         state = replace(state, **{name: value for name, value in now.items() if value != before[name]})
         steps = [UpdateStep(**{**step, "sums": sums_from_dict(step["sums"])}) for step in content["steps"]]
-        return Standing(state, content["metrics"], steps, rollout, ahead)
+        found = [content.get("ahead") for content in contents]  # earlier versions had none
+        ahead = None
+        if found[0] is not None:
+            plain = found[0] if len(paths) == 1 else self._own_order(found)
+            ahead = (plain, load_file(paths[0].with_suffix(AHEAD)))
+        return Standing(state, metrics, steps, rollout, ahead)
+
+    def _sources(self, saved: RunDescription) -> list[int]:
+        """The processes whose files this one reads: itself, or all if their number has changed."""
+        before = saved.settings.get(PROCESSES, self.run.settings[PROCESSES])
+        return [self.process] if before == self.run.settings[PROCESSES] else [*range(before)]
+
+    def _own_part(self, count: int) -> slice:
+        """Return this process's part of so many rows or prompts of all processes."""
+        size = count // self.run.settings[PROCESSES]
+        return slice(self.process * size, (self.process + 1) * size)
+
+    def _own_order(self, plain: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return this process's part of the rollout that is sampled ahead, from the parts of all processes."""
+        choices = [one["choice"] for one in plain]
+        first, end = choices[0]["positions"][0], choices[-1]["positions"][1]
+        taken = [choice["positions"][0] - first + i for choice in choices for i in choice["taken"]]
+        uniform = [drawn for choice in choices for drawn in choice["uniform"]]
+        own = self._own_part(len(taken))
+        part = {"positions": [first, end], "taken": taken[own], "uniform": uniform[own]}
+        return {**plain[0], "choice": {**choices[0], **part}}

@@ -222,6 +222,8 @@ class PPOParser(TrlParser):
             return ""
         processes = int(os.environ.get("WORLD_SIZE", "1"))
         completions = batch * accumulation * mini_batches
+        if size := self.get_default("rollout_size"):
+            completions = size // processes
         steps = max(epochs, self.get_default("num_critic_epochs") or 0) * mini_batches
         return (
             f"sizes with these defaults and {processes} process(es): rollouts of {completions * processes} "

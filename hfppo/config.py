@@ -11,7 +11,7 @@ import torch
 from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
-from hfppo.config_checks import METRIC_SCHEDULERS, check_config, check_fields
+from hfppo.config_checks import METRIC_SCHEDULERS, accumulation_steps, check_config, check_fields
 from hfppo.functional import (
     ADVANTAGE_ESTIMATORS,
     KL_ESTIMATORS,
@@ -66,6 +66,7 @@ MARKS: dict[type, type] = {int: DerivedInt, str: DerivedText}
 DERIVED = {
     **dict.fromkeys(("logging_steps", "save_steps", "eval_steps", "policy_mode", "metric_for_best_model"), None),
     "max_steps": -1,
+    "gradient_accumulation_steps": 1,
 }
 
 
@@ -103,7 +104,8 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
         print(args.updates_per_rollout)  # 1 × 4 = 4 optimizer steps
 
     A rollout has `per_device_train_batch_size × gradient_accumulation_steps × num_mini_batches` completions per
-    process. It is used for `num_ppo_epochs × num_mini_batches` optimizer steps, or more with `num_critic_epochs`.
+    process, or `rollout_size` of all processes. It is used for `num_ppo_epochs × num_mini_batches` optimizer steps, or
+    more with `num_critic_epochs`.
 
     Fields by TRL's names are translated, and one line in the log names them.
 
@@ -149,6 +151,11 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
         8,
         "Optimizer steps per PPO epoch (TRL). A rollout has this many mini-batches: by default 8 × 1 × 8 = 64 "
         "completions per process; see docs/notes/decisions.md.",
+    )
+    rollout_size: Count | None = option(
+        None,
+        "Completions of all processes in a rollout, from which gradient_accumulation_steps follows; None: "
+        "per_device_train_batch_size × gradient_accumulation_steps × num_mini_batches × processes.",
     )
     total_episodes: Count | None = option(
         None, "Total number of completions to train on, rounded up to rollouts; sets `max_steps` (TRL)."
@@ -291,8 +298,7 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
     )
 
     # Output only.
-    log_completions: bool = option(False, "Print some completions of each rollout with their scores (GRPO).")
-    num_completions_to_print: Count | None = option(8, "Completions that it prints; None: all (GRPO).")
+    log_completions: bool = option(False, "Print eight completions of each rollout with their scores (GRPO).")
 
     # Speed and memory only.
     max_tokens_per_micro_batch: Count | None = option(
@@ -349,6 +355,9 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
             self.metric_for_best_model = "eval_reward"  # Trainer's default is eval_loss, which prompts do not have
         if self.policy_mode is None:
             self.policy_mode = "token_truncate" if self.rollouts_ahead else "decoupled"
+        if self.rollout_size is not None:
+            # Before TrainingArguments makes DeepSpeed's configuration of it, and knows the number of processes.
+            self.gradient_accumulation_steps = accumulation_steps(self)
         if self.logging_steps is None:
             self.logging_steps = self.updates_per_rollout
         if self.save_steps is None:  # the best evaluation counts only if its step is saved

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields
 from enum import Enum
@@ -139,6 +140,26 @@ def read_json(value: object) -> object:
         return value
 
 
+def accumulation_steps(args: Any) -> int:
+    """Return the accumulation steps that make rollouts of `rollout_size` completions of all processes.
+
+    Raises:
+        ValueError: there are none.
+    """
+    processes, given = int(os.environ.get("WORLD_SIZE", "1")), args.gradient_accumulation_steps
+    least = args.per_device_train_batch_size * args.num_mini_batches * processes
+    steps, rest = divmod(args.rollout_size, least)
+    if rest or not steps:
+        raise ValueError(
+            f"rollout_size={args.rollout_size} must be a multiple of {least} = per_device_train_batch_size="
+            f"{args.per_device_train_batch_size} × num_mini_batches={args.num_mini_batches} × {processes} processes; "
+            "choose sizes that divide"
+        )
+    if given not in (1, steps):
+        logger.warning("rollout_size makes gradient_accumulation_steps=%s; %s is not used", steps, given)
+    return steps
+
+
 def check_config(args: Any) -> None:
     """Check that the fields of a PPOConfig agree with each other, and that PPO can use them.
 
@@ -167,15 +188,17 @@ def find_contradictions(args: Any) -> dict[str, object]:
     """Return an error for each way in which fields can contradict each other, and whether they do."""
     estimator = f"advantage_estimator={args.advantage_estimator!r}"
     values, groups, scale = (estimator_needs(args.advantage_estimator, x) for x in ("values", "groups", "scale"))
-    per_rollout, pretrains = args.rollout_size_per_process, args.critic_pretraining_completions
+    per_mini_batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    pretrains = args.critic_pretraining_completions
     unread = [name for name, need in READ_FOR.items() if not estimator_needs(args.advantage_estimator, need)]
     return {
         f"{estimator} compares completions of one prompt, but num_generations={args.num_generations}; raise "
         "num_generations to 2 or more": groups and args.num_generations < 2,
-        f"a rollout of {per_rollout} completions per process (per_device_train_batch_size="
-        f"{args.per_device_train_batch_size} × gradient_accumulation_steps={args.gradient_accumulation_steps} × "
-        f"num_mini_batches={args.num_mini_batches}) cannot be divided into groups of "
-        f"num_generations={args.num_generations}; choose sizes that divide": per_rollout % args.num_generations,
+        f"a mini-batch of {per_mini_batch} completions per process (per_device_train_batch_size="
+        f"{args.per_device_train_batch_size} × gradient_accumulation_steps={args.gradient_accumulation_steps}) cannot "
+        f"be divided into groups of num_generations={args.num_generations}; choose sizes that divide": (
+            per_mini_batch % args.num_generations
+        ),
         f"prompt_candidates={args.prompt_candidates} chooses by the critic or by the scores of a group, and "
         f"{estimator} has neither; leave it out, or set advantage_estimator='gae' or 'grpo'": (
             args.prompt_candidates > 1 and not values and not groups

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hfppo.state import stream_seed
@@ -126,16 +127,40 @@ class Rollout(Sequences):
         """Return a copy on the device."""
         return replace(self, **{name: copy_to(value, device) for name, value in self.tensors().items()})
 
-    def mini_batch(self, index: int, num_mini_batches: int, seed: tuple[int, ...], group_size: int = 1) -> "Rollout":
-        """Return mini-batch `index` of an epoch: the rows in the order that `seed` draws, cut evenly.
+    def mini_batch(
+        self, index: int, num_mini_batches: int, seed: tuple[int, ...], group_size: int = 1, process: int = 0
+    ) -> "Rollout":
+        """Return this process's rows of mini-batch `index` of an epoch.
+
+        The groups of all processes are cut, in their order, into blocks of `num_mini_batches` groups. Each block is
+        shuffled, and gives each mini-batch one group. So no number of processes changes a mini-batch.
 
         Args:
+            seed: of the epoch's draws.
             group_size: rows that follow each other and stay together, since they share a prompt.
+            process: number of this process. All have equally many rows, a multiple of both sizes.
         """
-        generator = torch.Generator().manual_seed(stream_seed(*seed))
-        groups = torch.randperm(len(self) // group_size, generator=generator)
-        order = (groups[:, None] * group_size + torch.arange(group_size)).flatten()
-        return self.select(order.tensor_split(num_mini_batches)[index])
+        num_blocks = len(self) // group_size // num_mini_batches
+        groups = []
+        for block in range(num_blocks):
+            generator = torch.Generator().manual_seed(stream_seed(*seed, process * num_blocks + block))
+            groups.append(block * num_mini_batches + torch.randperm(num_mini_batches, generator=generator)[index])
+        rows = torch.stack(groups)[:, None] * group_size + torch.arange(group_size)
+        return self.select(rows.flatten())
+
+    @classmethod
+    def join(cls, parts: Sequence["Rollout"]) -> "Rollout":
+        """Return the rows of several rollouts in one, padded to the widest."""
+        columns = [part.stored_tensors() for part in parts]
+        joined = {}
+        for name in columns[0]:
+            width = max(part[name].shape[-1] for part in columns)
+            widened = []
+            for x in (part[name] for part in columns):
+                missing = 0 if x.dim() == 1 else width - x.shape[1]
+                widened.append(F.pad(x, (missing, 0) if name.startswith("prompt_") else (0, missing)))
+            joined[name] = torch.cat(widened)
+        return cls(**joined)
 
     def micro_batches(
         self, num_micro_batches: int, order: Tensor | None = None, shared: Tensor | None = None

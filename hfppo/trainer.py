@@ -327,8 +327,8 @@ class PPOTrainer(CrashSafeTrainer):
             run.rollout = self._collect_rollout()
         run.rollout = self.collector.restore_base_states(run.rollout)
         index = (self.state.global_step - state.first_step) % args.num_mini_batches
-        seed = (args.seed, SHUFFLE_STREAM, state.rollouts, self._plan.epoch, args.process_index)
-        return run.rollout.mini_batch(index, args.num_mini_batches, seed, args.num_generations)
+        seed = (args.seed, SHUFFLE_STREAM, state.rollouts, self._plan.epoch)
+        return run.rollout.mini_batch(index, args.num_mini_batches, seed, args.num_generations, args.process_index)
 
     def _collect_rollout(self) -> Rollout:
         """Collect the next rollout and tell the callbacks."""

@@ -51,6 +51,7 @@ REASONS = {
     "ref_model critic callbacks compute_metrics reward_processing_classes tools environment_factory "
     "quantization_config",
     "PPOTrainer has the model as an argument": "sft_model_path reward_model_path model_adapter_name ref_adapter_name",
+    "log_completions prints eight": "num_completions_to_print=*",
     "not available": "cache_implementation dataset_num_proc=* ds3_gather_for_generation=true log_completions_hub_repo "
     "log_multimodal=* log_unique_prompts=false pad_to_multiple_of=auto transformers_continuous_batching_config=* "
     "use_transformers_continuous_batching=false use_transformers_paged=false vllm_group_port=* "

@@ -241,9 +241,9 @@ def train(s: Settings, tokenizer, actor, critic, rows: list[dict]) -> Iterator[R
         #    that is far from the one that made them.
         losses = []
         for epoch in range(s.num_epochs):
-            name = (s.seed, SHUFFLE, number, epoch, 0)  # the last number is the process's; there is one process
-            order_B = torch.randperm(s.rollout_size, generator=generator(*name))
-            for b in order_B.split(s.mini_batch_size):
+            draws = [generator(s.seed, SHUFFLE, number, epoch, block) for block in range(s.mini_batch_size)]
+            places = [torch.randperm(s.rollout_size // s.mini_batch_size, generator=draw) for draw in draws]
+            for b in torch.stack(places, 1) + torch.arange(0, s.rollout_size, len(places[0])):  # one of each block
                 mask_bS, advantages_bS = mask_BS[b], advantages_BS[b]
                 ratio_bS = (token_logprobs(actor, ids_BL[b]) - old_logprobs_BS[b]).exp()  # 1 in the first step
                 clipped_bS = ratio_bS.clamp(1 - s.cliprange, 1 + s.cliprange)

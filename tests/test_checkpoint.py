@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,11 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
 
 from helpers.runs import count_digits, critic_state, final_state, logged, logs, read_log, small_trainer, stops_at_kl
-from hfppo import AdaptiveKLCallback, PPOCallback, PPOTrainer, RunPageCallback
+from hfppo import AdaptiveKLCallback, PPOCallback, PPOTrainer, Rollout, RunPageCallback
+from hfppo.checkpoint import PPOCheckpoint, RunDescription, Standing
+from hfppo.metrics import Meter, merge, parts, sums_from_dict, values_of
 from hfppo.saving.manifest import seal
+from hfppo.state import PPOState
 
 # 2 mini-batches × 2 epochs = 4 steps per rollout: checkpoint 8 lies between two rollouts, the others within one.
 CONFIG = {
@@ -229,6 +233,56 @@ def test_a_field_that_is_newer_than_the_checkpoint_had_its_default(finished, res
     with pytest.raises(ValueError, match="was written with rollouts_ahead=0, this run has 1"):
         resume(folder, rollouts_ahead=1)
     assert resume(folder).state.global_step == 4
+
+
+def checkpoint_of(process: int, processes: int, **structure) -> PPOCheckpoint:
+    settings = {"kl_coef": 0.1, "cliprange": 0.2, "cliprange_high": None, "number of processes": processes}
+    return PPOCheckpoint(RunDescription(structure, settings, "2026-11-28"), process)
+
+
+@pytest.fixture
+def of_two(tmp_path) -> Path:
+    """A checkpoint of two processes with 4 rows each, the second's longer, and 8 prompts of the rollout ahead."""
+    required = [f.name for f in fields(Rollout) if f.default is MISSING]
+    for process in range(2):
+        some = dict.fromkeys(required, torch.ones(4, 1 + process, dtype=torch.bool))
+        rollout = Rollout(**{**some, "scores": torch.arange(4.0) + 4 * process})
+        choice = {"positions": [20 + 4 * process, 24 + 4 * process], "taken": [0, 1, 2, 3], "uniform": [True] * 4}
+        metrics = Meter({"reward": parts(rollout.scores)}).state_dict()
+        ahead = ({"choice": choice, "state": {}}, {"weight": torch.zeros(1)})
+        standing = Standing(PPOState(kl_coef=0.1), metrics, [], rollout, ahead)
+        checkpoint_of(process, 2).save(tmp_path, standing)
+    return tmp_path
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_another_number_of_processes_shares_out_the_rows_prompts_and_metrics(of_two, processes):
+    found = [checkpoint_of(process, processes).load(of_two) for process in range(processes)]
+    assert [len(one.rollout) for one in found] == [8 // processes] * processes
+    assert [row for one in found for row in one.rollout.scores.tolist()] == list(range(8))
+    assert [int(one.rollout.mask.sum()) for one in found][-1] == {1: 12, 2: 8, 4: 4}[processes]
+    choices = [one.ahead[0]["choice"] for one in found]
+    assert [choice["positions"][0] + i for choice in choices for i in choice["taken"]] == list(range(20, 28))
+    assert [len(choice["uniform"]) for choice in choices] == [8 // processes] * processes
+    sums = [sums_from_dict(one.metrics) for one in found]
+    assert values_of(merge(sums)) == {"reward": 3.5}
+
+
+def test_what_a_checkpoint_of_another_number_needs(of_two, caplog):
+    checkpoint_of(0, 1).check(of_two)
+    assert "resuming with number of processes=1, the checkpoint was written with 2" in caplog.text
+    with pytest.raises(ValueError, match="was written with number of processes=None, this run has 1"):
+        checkpoint_of(0, 1, **{"number of processes": 1}).check(of_two)
+    (of_two / "ppo_state_1.json").unlink()
+    with pytest.raises(ValueError, match=r"has no ppo_state_1\.json"):
+        checkpoint_of(0, 1).check(of_two)
+
+
+def test_only_runs_that_need_it_fix_their_number_of_processes(finished, make_trainer):
+    groups = {"advantage_estimator": "grpo", "num_generations": 2, "prompt_candidates": 2}
+    chosen = make_trainer(groups)
+    structures = [trainer._checkpoint.run.structure for trainer in (finished, chosen)]
+    assert ["number of processes" in structure for structure in structures] == [False, True]
 
 
 def test_resuming_a_finished_run_makes_no_further_step(finished, resume):

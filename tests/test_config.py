@@ -23,7 +23,7 @@ from helpers.tiny import tiny_model
 from hfppo import PPOConfig, PPOTrainer
 from hfppo.config import CHECKPOINTING as NAMES_OF_CHECKPOINTING
 from hfppo.config import follows_base
-from hfppo.config_checks import UNREAD_FIELDS, UNUSABLE_FIELDS
+from hfppo.config_checks import UNREAD_FIELDS, UNUSABLE_FIELDS, accumulation_steps
 
 PACKAGE = Path(hfppo.__file__).parent
 OWN = sorted(PPOConfig.__annotations__.keys() - {"_VALID_DICT_FIELDS"})  # overridden defaults included
@@ -54,6 +54,20 @@ def test_total_episodes_sets_max_steps(config, monkeypatch, total_episodes, proc
 def test_total_episodes_wins_over_max_steps(config, given):
     args = config(total_episodes=16, num_mini_batches=1, num_ppo_epochs=1, **given)
     assert args.max_steps == replace(args, learning_rate=1.0).max_steps == 2
+
+
+def test_accumulation_steps_follow_from_the_rollout_of_all_processes(config, monkeypatch, caplog):
+    args = config(rollout_size=128, per_device_train_batch_size=4, num_mini_batches=4)
+    assert (args.gradient_accumulation_steps, args.rollout_size_per_process) == (8, 128)
+    assert replace(args, rollout_size=64).gradient_accumulation_steps == 4
+    assert "is not used" not in caplog.text
+    assert replace(args, gradient_accumulation_steps=2).gradient_accumulation_steps == 8
+    assert "rollout_size makes gradient_accumulation_steps=8; 2 is not used" in caplog.text
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert accumulation_steps(args) == 4
+    args.rollout_size = 80
+    with pytest.raises(ValueError, match=r"^rollout_size=80 must be a multiple of 32 = "):
+        accumulation_steps(args)
 
 
 UNREAD = {"dataloader_num_workers": 2, "remove_unused_columns": True, "label_names": ["labels"]}

@@ -28,7 +28,7 @@ from hfppo.saving.manifest import MANIFEST, find_damage, seal
 CONFIG = {**SMALL, "max_steps": 6, "save_strategy": "steps", "save_steps": 1}
 BEST = {
     **{**CONFIG, "eval_strategy": "steps", "eval_steps": 1},
-    **{"load_best_model_at_end": True, "greater_is_better": False, "metric_for_best_model": "eval_reward"},
+    **{"load_best_model_at_end": True, "greater_is_better": True, "metric_for_best_model": "eval_reward"},
 }
 
 

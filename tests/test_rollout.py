@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -119,18 +120,48 @@ def test_mini_batches_and_their_micro_batches_hold_each_row_once(rollout, data):
     assert sorted(map(str, seen)) == sorted(map(str, every))
 
 
-def test_other_seeds_shuffle_otherwise():
-    """Scores name the rows; 12 rows have more orders than there are seeds here."""
+def numbered(rows: range) -> Rollout:
+    """A rollout whose scores are the numbers of its rows."""
     required = [f.name for f in dataclasses.fields(Rollout) if f.default is dataclasses.MISSING]
-    some = Rollout(**{**dict.fromkeys(required, torch.zeros(12, 1, dtype=torch.bool)), "scores": torch.arange(12.0)})
-    orders = {tuple(some.mini_batch(0, 1, (7, epoch)).scores.tolist()) for epoch in range(20)}
-    assert len(orders) == 20
-    assert all(sorted(order) == list(range(12)) for order in orders)
-    orders = {tuple(some.mini_batch(0, 1, (7, epoch), group_size=3).scores.tolist()) for epoch in range(20)}
-    assert len(orders) > 10, "4 groups have 24 orders"
-    for order in orders:
-        groups = [order[start : start + 3] for start in range(0, 12, 3)]
-        assert sorted(groups) == [(0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)]
+    some = dict.fromkeys(required, torch.zeros(len(rows), 1, dtype=torch.bool))
+    return Rollout(**{**some, "scores": torch.tensor(rows, dtype=torch.float32)})
+
+
+def mini_batches(seed: tuple[int, ...], processes: int = 1, group_size: int = 1) -> list[list[float]]:
+    """The rows of the three mini-batches of 24 rows, on all processes."""
+    size = 24 // processes
+    parts = [(p, numbered(range(p * size, (p + 1) * size))) for p in range(processes)]
+    return [
+        [row for p, part in parts for row in part.mini_batch(index, 3, seed, group_size, p).scores.tolist()]
+        for index in range(3)
+    ]
+
+
+def test_each_epoch_shuffles_otherwise():
+    epochs = [mini_batches((7, epoch)) for epoch in range(20)]
+    assert epochs == [mini_batches((7, epoch)) for epoch in range(20)]
+    assert len({str(epoch) for epoch in epochs}) == 20
+    for epoch in epochs:
+        for rows in epoch:
+            assert [row // 3 for row in rows] == list(range(8)), "one of each block"
+        assert sorted(row for rows in epoch for row in rows) == list(range(24))
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_no_number_of_processes_changes_a_mini_batch(group_size):
+    alone = mini_batches((3, 1), group_size=group_size)
+    assert all(rows[::group_size] == [row - row % group_size for row in rows[::group_size]] for rows in alone)
+    assert all(mini_batches((3, 1), n, group_size) == alone for n in (2, 4))
+
+
+@quick
+@given(rollouts(min_rows=2), st.data())
+def test_parts_of_a_rollout_join_to_the_whole(rollout, data):
+    cut = data.draw(st.integers(1, len(rollout) - 1))
+    rows = torch.arange(len(rollout))
+    joined = Rollout.join([rollout.select(rows[:cut]), rollout.select(rows[cut:])])
+    check_shapes(joined)
+    assert tokens(joined) == tokens(rollout)
 
 
 @quick

@@ -66,10 +66,7 @@ VLLM = {"use_vllm": True, "vllm_mode": "server"}
             {"cliprange": 0.3, "cliprange_high": 0.4, "dual_clip": 2},
         ),
         ({"num_iterations": 3, "response_length": 9}, {"num_ppo_epochs": 3, "max_completion_length": 9}),
-        (
-            {"num_completions_to_print": None, "warmup_ratio": 0.1},
-            {"num_completions_to_print": None, "warmup_steps": 0.1},
-        ),
+        ({"num_completions_to_print": 3, "warmup_ratio": 0.1}, {"log_completions": False, "warmup_steps": 0.1}),
         ({"beta": 0.1}, {"kl_loss_coef": 0.1, "kl_coef": 0.0, "kl_estimator": None}),
         ({"beta": 0.1, "advantage_estimator": "rloo"}, {"kl_loss_coef": 0.0, "kl_coef": 0.1}),
         ({"beta": 0.1, "use_bias_correction_kl": True}, {"kl_estimator": "k3+"}),
@@ -256,7 +253,7 @@ def changed(script):
 
 def test_a_script_of_trl_runs_with_two_changes(tmp_path, caplog):
     trainer = run(changed(WITH_TOOLS), tmp_path)
-    assert (trainer.args.loss_reduction, trainer.args.num_completions_to_print) == ("seq-mean-token-mean", 1)
+    assert (trainer.args.loss_reduction, trainer.args.log_completions) == ("seq-mean-token-mean", True)
     assert len([text for text in caplog.messages if text.startswith("fields of TRL: ")]) == 1
     assert trainer.state.global_step == trainer.args.max_steps
     moved = [p.count_nonzero() for name, p in trainer.model.named_parameters() if "lora_B" in name]

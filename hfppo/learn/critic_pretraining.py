@@ -87,9 +87,10 @@ class CriticPretraining:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         for number, rollout in enumerate(training):
-            seed = (args.seed, PRETRAINING_STREAM, epoch, number, args.process_index)
+            seed = (args.seed, PRETRAINING_STREAM, epoch, number)
+            sizes = args.num_mini_batches, seed, args.num_generations, args.process_index
             for index in range(args.num_mini_batches):
-                self.step(rollout.mini_batch(index, args.num_mini_batches, seed, args.num_generations))
+                self.step(rollout.mini_batch(index, *sizes))
         for group, lr in zip(self.optimizer.param_groups, scheduled, strict=True):
             group["lr"] = lr
         return self.run.log.read().get("value/loss", 0.0)

@@ -21,7 +21,7 @@ def with_default_callbacks(callbacks: list[TrainerCallback] | None, args: PPOCon
     health = given[0] if given else HealthCallback(**({"kl_to_the_reference": 2 * targets[0]} if targets else {}))
     defaults: list[TrainerCallback] = [health, LogFileCallback(), RunPageCallback(health)]
     if args.log_completions:
-        defaults.append(PrintCompletionsCallback(args.num_completions_to_print))
+        defaults.append(PrintCompletionsCallback())
     return made + [own for own in defaults if not any(isinstance(callback, type(own)) for callback in made)]
 
 
