@@ -14,7 +14,7 @@ from torch import Tensor
 from hfppo.functional.shape_checks import require_rows, require_same_shape
 
 __all__ = [
-    "ADVANTAGE_ESTIMATORS", "estimator_needs", "estimator_whitens", "explained_variance", "gae", "grpo",
+    "ADVANTAGE_ESTIMATORS", "estimator_needs", "estimator_whitens", "gae", "grpo",
     "length_adaptive_lam", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo", "turn_ends",
     "turn_factors", "turn_starts", "whiten", "whitened",
 ]  # fmt: skip
@@ -161,22 +161,6 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, correction: int = 0
     var = (x - mean).square().where(mask, 0.0).sum() / (count - correction).clamp(min=1)
     scaled = (x - mean) * torch.rsqrt(var + eps)
     return (scaled if shift_mean else scaled + mean).where(mask, 0.0)
-
-
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 − Var(R − V)/Var(R) over real tokens: 1 is a perfect critic, 0 a constant one, below 0 a harmful one.
-
-    Args:
-        values, returns: (B, T).
-        mask: (B, T) bool, True on real tokens.
-    Returns:
-        A float; NaN when the returns do not vary.
-    """
-    require_same_shape(values=values, returns=returns, mask=mask)
-    real = returns[mask]
-    if real.numel() == 0 or real.max() == real.min():  # a variance of equal numbers is not always exactly 0
-        return float("nan")
-    return float(1.0 - (returns - values)[mask].var(correction=0) / real.var(correction=0))
 
 
 def _completion_rewards(rewards: Tensor, mask: Tensor, **per_row: Tensor) -> Tensor:

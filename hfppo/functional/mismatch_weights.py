@@ -1,4 +1,4 @@
-"""Importance weights between the sampler's numerics and the training model's."""
+"""Importance weights between the policy that sampled and the policy that is trained."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from hfppo.functional.kl import clamp_log_ratio
 from hfppo.functional.shape_checks import require_same_shape
 
-__all__ = ["MISMATCH_MODES", "effective_sample_size", "importance_weights"]
+__all__ = ["MAX_ALIGNED_RATIO", "MISMATCH_MODES", "align_returns", "effective_sample_size", "importance_weights"]
 
 MISMATCH_MODES = tuple(
     f"{level}_{bound}" for level in ("token", "sequence") for bound in ("truncate", "mask", "reject")
@@ -51,6 +51,35 @@ def importance_weights(
         return weights.clamp(max=clip_max), mask.clone()
     inside = mask & (weights >= 1 / clip_max) & (weights <= clip_max)
     return weights.where(inside, 0.0), inside if bound == "reject" else mask.clone()
+
+
+MAX_ALIGNED_RATIO = 6.0  # arXiv:2609.26355
+
+
+def align_returns(
+    returns: Tensor, logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, low: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Targets of a critic that learns after the actor: returns weighted by the token's ratio. arXiv:2609.26355.
+
+        ρ_t = π_new(y_t)/π_rollout(y_t),   target_t = low + ρ_t·(R_t − low),   weight 0 where ρ_t > 6
+
+    Their mean over the samples is the value of a policy that takes this token by π_new and all later ones by π_rollout.
+
+    Args:
+        returns: (B, T), λ = 1 returns.
+        logprobs, rollout_logprobs: (B, T) of π_new, after the actor's steps, and of the policy that sampled; nats.
+        mask: (B, T) bool, True on real tokens.
+        low: the lower end of the range of the return.
+    Returns:
+        targets: (B, T), without gradient, 0 where mask is False.
+        weights: (B, T), 1 on the tokens that the value loss counts, else 0.
+    Raises:
+        ValueError: shapes that differ.
+    """
+    require_same_shape(returns=returns, logprobs=logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
+    ratio = clamp_log_ratio((logprobs - rollout_logprobs).detach().where(mask, 0.0)).exp()
+    targets = (low + ratio * (returns - low)).where(mask, 0.0)
+    return targets, ((ratio <= MAX_ALIGNED_RATIO) & mask).to(returns.dtype)
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor) -> float:
