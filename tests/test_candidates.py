@@ -275,7 +275,7 @@ def test_a_run_looks_at_the_window_after_the_last_and_logs_every_metric_of_candi
 @pytest.mark.parametrize("rollouts_ahead", [0, 1])
 def test_reading_the_candidates_is_a_phase_of_its_own(make_trainer, always, monkeypatch, rollouts_ahead):
     error = RuntimeError("CUDA error: out of memory")
-    monkeypatch.setattr("hfppo.collect.collector.prompt_values", Mock(side_effect=error))
+    monkeypatch.setattr("hfppo.collect.collector.single_pass", Mock(side_effect=error))
     config = {**EIGHT, "prompt_candidates": 3, "max_steps": 8, "rollouts_ahead": rollouts_ahead}
     trainer, phases = make_trainer(config, train_dataset=SUMS), []
     monkeypatch.setattr(trainer._progress, "phase", lambda name: nullcontext(phases.append(name)))

@@ -68,8 +68,8 @@ def test_the_phases_of_a_rollout(make_trainer):
 
 
 def test_a_look_compares_a_completion_with_no_other(make_trainer):
-    """Neither rewards nor advantages are whitened: they would say how its neighbours fared."""
-    trainer = make_trainer({"whiten_rewards": True, "kl_coef": 0.0, "lam": 1.0}, reward_funcs=always(1.0, 5.0))
+    """Advantages are not whitened: they would say how its neighbours fared."""
+    trainer = make_trainer({"kl_coef": 0.0, "lam": 1.0}, reward_funcs=always(1.0, 5.0))
     rollout = trainer.rollout(PROMPTS[:2])
     assert rollout.rewards.sum(dim=1).tolist() == [1.0, 5.0]
     assert_close(rollout.advantages, (rollout.returns - rollout.values).where(rollout.mask, 0.0))
@@ -204,8 +204,11 @@ def default_dtype(dtype: torch.dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(
     "config",
-    [{"policy_loss": "sapo"}, {"missing_eos_penalty": 0.7, "whiten_rewards": True}],
-    ids=["sapo", "penalized and whitened"],
+    [
+        {"policy_loss": "sapo"},
+        {"missing_eos_penalty": 0.7, "value_range": [-999.0, 9999.0], "value_loss": "bce", "kl_coef": 0.0},
+    ],
+    ids=["sapo", "penalized and bounded"],
 )
 def test_the_default_dtype_changes_nothing(make_trainer, config, dtype):
     def by_token(completion_ids, **kwargs):

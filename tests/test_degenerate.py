@@ -72,7 +72,7 @@ def test_cut_completions_that_end_with_the_critics_value(make_trainer):
 
 
 def test_scores_that_are_all_equal(make_trainer):
-    config = {"kl_coef": 0.0, "whiten_rewards": True}
+    config = {"kl_coef": 0.0}
     _, logs, _ = one_rollout(make_trainer, "12.", reward_funcs=always(*[2.0] * 8), config=config)
     assert (logs["reward"], logs["reward_std"]) == (2.0, 0.0)
 

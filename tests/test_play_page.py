@@ -24,7 +24,7 @@ VERY_WRONG = {**BY_HAND, "logprob": [-4.0] * 6}  # tokens that have become far m
 # By their heads.
 COLUMNS = {"δ": "delta", "advantage": "advantage", "return": "returns", "ratio": "ratio", "loss": "loss"}
 COLUMNS |= {"KL": "kl", "reward": "reward", "value loss": "value_loss"}
-OFF = {"whiten": False, "dual": False, "value_clip": False, "grpo": False, "others": "0, 0, 1"}
+OFF = {"whiten": False, "dual": False, "grpo": False, "others": "0, 0, 1"}
 SETTINGS = [
     {**OFF, "score": 1.0, "beta": 0.01, "gamma": 0.99, "lam": 0.95, "clip": 0.2, "update": 1.0},
     {**OFF, "score": 0.0, "beta": 1.0, "gamma": 0.9, "lam": 0.0, "clip": 0.05, "update": 3.0},
@@ -33,7 +33,6 @@ SETTINGS = [
     | {"whiten": True, "dual": True},
     {**OFF, "score": 0.0, "beta": 0.0, "gamma": 1.0, "lam": 0.95, "clip": 0.2, "update": 3.0}
     | {"grpo": True, "dual": True},
-    {**OFF, "score": 0.5, "beta": 0.0, "gamma": 1.0, "lam": 0.5, "clip": 0.1, "update": 3.0, "value_clip": True},
 ]
 
 
@@ -61,7 +60,7 @@ def expected(completion: dict, settings: dict) -> dict[str, torch.Tensor]:
     loss = F.policy_loss(now, old, advantages, F.Clip(clip, clip, 3.0 if settings["dual"] else None))
     clipped = F.clip_fractions(now, old, advantages, F.Clip(clip, clip, 3.0 if settings["dual"] else None))
     predicted = values + settings["update"] * (new_values - values)
-    value_loss = F.value_loss(predicted, values, returns, 0.2 if settings["value_clip"] else None)
+    value_loss = F.value_loss(predicted, returns)
     columns = {"kl": kl, "reward": rewards, "advantage": advantages, "returns": returns, "loss": loss}
     columns |= {"delta": rewards + gamma * following - values, "value_loss": value_loss}
     columns |= {"ratio": (now - old).exp(), "clipped": clipped.low | clipped.high | clipped.dual}
@@ -106,7 +105,7 @@ def compare(view, columns: dict[str, torch.Tensor], heads: dict[str, str] = COLU
 @pytest.mark.browser
 def test_toggles_and_typed_numbers_change_the_table(open_page):
     view = open_page(PAGE)
-    for name in ("whiten", "dual", "value_clip"):
+    for name in ("whiten", "dual"):
         view.locator(f"#{name}").check()
     view.locator('input[name="logprob.3"]').fill("-2")
     view.locator('input[name="new_logprob.3"]').fill("−1.5")
@@ -114,7 +113,7 @@ def test_toggles_and_typed_numbers_change_the_table(open_page):
     view.locator('input[name="new_value.0"]').press("Tab")
     typed = {name: list(column) for name, column in BY_HAND.items()}
     typed["logprob"][3], typed["new_logprob"][3], typed["new_value"][0] = -2.0, -1.5, 1.5
-    settings = SETTINGS[0] | dict.fromkeys(("whiten", "dual", "value_clip"), True)
+    settings = SETTINGS[0] | dict.fromkeys(("whiten", "dual"), True)
     compare(view, expected(typed, settings))
     assert table(view)["ratio"][3] == "1.6487"
     view.locator("#whiten").uncheck()

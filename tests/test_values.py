@@ -107,32 +107,23 @@ def test_the_edges_of_the_band_are_outside():
 
 
 def test_aligned_targets_weight_the_return_by_the_ratio_of_the_token():
-    ratio, mask = row(1.2, 0.5, 7, 1), torch.ones(1, 4, dtype=torch.bool)
-    old = row(0.5, 0.2, 0.1, 0.4).log()
-    targets, weights = F.align_returns(torch.ones_like(old), old + ratio.log(), old, mask)
+    targets, kept = F.align_returns(row(1, 1, 1, 1), row(1.2, 0.5, 7, 1))
     close(targets, 1.2, 0.5, 7, 1)
-    close(weights, 1, 1, 0, 1)
-    z = torch.ones_like(old, requires_grad=True)
+    assert kept.tolist() == [[True, True, False, True]]
+    z = row(1, 1, 1, 1, grad=True)
     loss = F.bce_value_loss(z, targets, ValueRange(0, 1))
     close(loss.detach(), 0.113262, 0.813262, -5.686738, 0.313262)
-    (loss * weights).sum().backward()
+    (loss * kept).sum().backward()
     close(z.grad, -0.468941, 0.231059, 0, -0.268941)
-
-
-def test_aligned_targets_in_another_range_and_outside_the_mask():
-    mask = tensor([[True, True, False]])
-    targets, weights = F.align_returns(row(3, -1, 5), row(0.6, 0.6, 0.9).log(), row(0.4, 0.4, 0.1).log(), mask, -1.0)
-    close(targets, 5, -1, 0)  # −1 + 1.5·(3 + 1), and the lower end stays where it is
-    close(weights, 1, 1, 0)
+    # Another range: −1 + 1.5·(3 + 1), and the lower end stays where it is.
+    close(F.align_returns(row(3, -1), row(1.5, 1.5), -1.0)[0], 5, -1)
 
 
 def test_the_mean_of_aligned_targets_is_the_value_of_the_new_policy_now_and_the_old_one_afterwards():
     # Two steps: a or b, then good or bad. R = 1 for b and good.
-    old, new = (0.8, 0.2), (0.4, 0.6)
-    probabilities = row(*(first * second for first in old for second in (0.5, 0.5)))  # a good, a bad, b good, b bad
+    probabilities = row(*(first * 0.5 for first in (0.8, 0.8, 0.2, 0.2)))  # a good, a bad, b good, b bad
     returns = row(0, 0, 1, 0)
-    first_old, first_new = (row(p[0], p[0], p[1], p[1]).log() for p in (old, new))
-    targets, _ = F.align_returns(returns, first_new, first_old, torch.ones(1, 4, dtype=torch.bool))
+    targets, _ = F.align_returns(returns, row(0.5, 0.5, 3, 3))  # by 0.4/0.8 and 0.6/0.2
     mean = (probabilities * targets).sum().item()
     assert mean == pytest.approx(0.3)
     assert (probabilities * returns).sum().item() == pytest.approx(0.1)
@@ -140,7 +131,8 @@ def test_the_mean_of_aligned_targets_is_the_value_of_the_new_policy_now_and_the_
 
 
 @pytest.mark.parametrize(
-    ("tokens", "against_lam", "shrunk"), [(10, -0.8511, None), (50, 0.3907, None), (100, 0.7460, None), (240, 0.9070, 0.7959)]
+    ("tokens", "against_lam", "shrunk"),
+    [(10, -0.8511, None), (50, 0.3907, None), (100, 0.7460, None), (240, 0.9070, 0.7959)],
 )
 def test_values_without_a_relation_to_the_outcome_explain_bootstrapped_returns_and_no_outcome(
     tokens, against_lam, shrunk

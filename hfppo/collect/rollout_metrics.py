@@ -17,6 +17,8 @@ from hfppo.rewards.reward_func import Numbers
 from hfppo.rollout import Rollout
 from hfppo.sample import Ended, Sample
 
+ROUNDING = 1e-4  # of a return at an end of its range, as a share of the range
+
 LIMITS = [ended for ended in Ended if ended is not Ended.STOPPED]
 
 
@@ -66,10 +68,10 @@ def measure_rollout(
             measures[name] = parts(F.token_kl(rollout.old_logprobs, rollout.ref_logprobs, estimator), mask)
     if args.policy_mode != "bypass":
         measures |= measure_mismatch(rollout, args, gather)
-    return measures | measure_values(credited, gather)
+    return measures | measure_values(credited, args.bounds, gather)
 
 
-def measure_values(credited: Credited, gather: Callable[[Tensor], Tensor]) -> Measures:
+def measure_values(credited: Credited, bounds: F.ValueRange | None, gather: Callable[[Tensor], Tensor]) -> Measures:
     """Measure the critic's values, their targets, and how well they explain outcomes; {} without a critic.
 
     Targets with λ < 1 contain the values themselves: at 240 tokens and λ = 0.95, values without any relation to the
@@ -81,6 +83,9 @@ def measure_values(credited: Credited, gather: Callable[[Tensor], Tensor]) -> Me
     fitted = rollout.fitted
     values, returns = parts(rollout.values, fitted), parts(rollout.returns, fitted)
     measures = {"value/mean": values, "value/std": values, "value/return": returns, "value/return_std": returns}
+    if bounds is not None:
+        share = bounds.share(rollout.returns)
+        measures["value/outside_frac"] = parts((share < -ROUNDING) | (share > 1 + ROUNDING), fitted)
     tokens = {"value/explained_variance": fitted}
     if rollout.context is not None:
         tokens["value/turn_explained_variance"] = fitted & F.turn_starts(rollout.mask)
@@ -88,6 +93,17 @@ def measure_values(credited: Credited, gather: Callable[[Tensor], Tensor]) -> Me
         explained = F.explained_variance(gather(rollout.values), gather(outcomes), gather(some))
         measures |= finite(name, explained)
     return measures
+
+
+def measure_alignment(rollout: Rollout) -> Measures:
+    """Measure the ratios of a rollout's tokens after the actor's steps."""
+    ratio = rollout.value_ratio
+    assert ratio is not None
+    rejected = ratio > F.MAX_ALIGNED_RATIO
+    return {
+        "value/ratio_mean": parts(ratio, rollout.fitted),
+        "value/rejected_frac": parts(rejected, rollout.fitted),
+    }
 
 
 def finite(name: str, number: float) -> Measures:

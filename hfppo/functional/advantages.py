@@ -139,8 +139,8 @@ def length_adaptive_lam(mask: Tensor, alpha: float) -> Tensor:
     return (1.0 - 1.0 / (alpha * mask.sum(dim=1).clamp(min=1))).clamp(min=0.0)
 
 
-def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, correction: int = 0, eps: float = 1e-8) -> Tensor:
-    """Scale to unit variance, and shift to mean 0, over the real tokens of all rows.
+def whiten(x: Tensor, mask: Tensor, correction: int = 0, eps: float = 1e-8) -> Tensor:
+    """Shift to mean 0 and scale to unit variance over the real tokens of all rows.
 
         (x − mean) / √(var + eps),   var = Σ (x − mean)² / (count − correction)
 
@@ -150,7 +150,6 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, correction: int = 0
     Args:
         x: (B, T).
         mask: (B, T) bool, True on real tokens.
-        shift_mean: False keeps the mean (reward whitening).
         correction: 1 takes the unbiased variance.
     Returns:
         (B, T), 0 where mask is False; finite also for one single real token.
@@ -159,8 +158,7 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, correction: int = 0
     count = mask.sum().clamp(min=1)
     mean = x.double().where(mask, 0.0).sum() / count
     var = (x - mean).square().where(mask, 0.0).sum() / (count - correction).clamp(min=1)
-    scaled = (x - mean) * torch.rsqrt(var + eps)
-    return (scaled if shift_mean else scaled + mean).where(mask, 0.0)
+    return ((x - mean) * torch.rsqrt(var + eps)).where(mask, 0.0)
 
 
 def _completion_rewards(rewards: Tensor, mask: Tensor, **per_row: Tensor) -> Tensor:

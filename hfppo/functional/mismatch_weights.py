@@ -56,30 +56,25 @@ def importance_weights(
 MAX_ALIGNED_RATIO = 6.0  # arXiv:2609.26355
 
 
-def align_returns(
-    returns: Tensor, logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, low: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def align_returns(returns: Tensor, ratio: Tensor, low: float = 0.0) -> tuple[Tensor, Tensor]:
     """Targets of a critic that learns after the actor: returns weighted by the token's ratio. arXiv:2609.26355.
 
-        ρ_t = π_new(y_t)/π_rollout(y_t),   target_t = low + ρ_t·(R_t − low),   weight 0 where ρ_t > 6
+        ρ_t = π_new(y_t)/π_rollout(y_t),   target_t = low + ρ_t·(R_t − low),   the token counts if ρ_t ≤ 6
 
-    Their mean over the samples is the value of a policy that takes this token by π_new and all later ones by π_rollout.
+    Their mean over samples is the value of a policy that takes this token by π_new and all later ones by π_rollout.
 
     Args:
         returns: (B, T), λ = 1 returns.
-        logprobs, rollout_logprobs: (B, T) of π_new, after the actor's steps, and of the policy that sampled; nats.
-        mask: (B, T) bool, True on real tokens.
+        ratio: (B, T), ρ of π_new, the policy after the actor's steps, and of the policy that sampled.
         low: the lower end of the range of the return.
     Returns:
-        targets: (B, T), without gradient, 0 where mask is False.
-        weights: (B, T), 1 on the tokens that the value loss counts, else 0.
+        targets: (B, T).
+        kept: (B, T) bool, True where the value loss counts the token.
     Raises:
         ValueError: shapes that differ.
     """
-    require_same_shape(returns=returns, logprobs=logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
-    ratio = clamp_log_ratio((logprobs - rollout_logprobs).detach().where(mask, 0.0)).exp()
-    targets = (low + ratio * (returns - low)).where(mask, 0.0)
-    return targets, ((ratio <= MAX_ALIGNED_RATIO) & mask).to(returns.dtype)
+    require_same_shape(returns=returns, ratio=ratio)
+    return low + ratio * (returns - low), ratio <= MAX_ALIGNED_RATIO
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor) -> float:

@@ -16,23 +16,31 @@ from hfppo.functional.shape_checks import require_same_shape
 __all__ = ["VALUE_LINKS", "VALUE_LOSSES", "ValueRange", "bce_value_loss", "explained_variance", "value_loss"]
 
 
-class ValueRange(NamedTuple):
-    """The range of the return, and so of the values."""
-
-    low: float
-    high: float
-
-    def share(self, x: Tensor) -> Tensor:
-        """(x − low)/(high − low): 0 at the lower end, 1 at the upper one."""
-        return (x - self.low) / (self.high - self.low)
-
-
 # From an output z of the value head, any real number, to its place in the range, in (0, 1). At z = 0, the middle, the
 # slopes are 1/π and 1/4.
 VALUE_LINKS: dict[str, Callable[[Tensor], Tensor]] = {
     "arctan": lambda z: 0.5 + torch.atan(z) / math.pi,
     "sigmoid": torch.sigmoid,
 }
+
+# The critic's losses, each with the link of values in a range.
+VALUE_LOSSES = {"mse": "arctan", "bce": "sigmoid"}
+
+
+class ValueRange(NamedTuple):
+    """The range of the return, and how the values stay in it."""
+
+    low: float
+    high: float
+    link: str = "arctan"  # one of `VALUE_LINKS`
+
+    def values(self, logits: Tensor) -> Tensor:
+        """Values of outputs z of the value head, in their shape: low + (high − low)·link(z)."""
+        return self.low + (self.high - self.low) * VALUE_LINKS[self.link](logits)
+
+    def share(self, x: Tensor) -> Tensor:
+        """(x − low)/(high − low): 0 at the lower end, 1 at the upper one."""
+        return (x - self.low) / (self.high - self.low)
 
 
 def value_loss(values: Tensor, returns: Tensor) -> Tensor:
@@ -70,9 +78,6 @@ def bce_value_loss(logits: Tensor, returns: Tensor, value_range: ValueRange) -> 
     """
     require_same_shape(logits=logits, returns=returns)
     return softplus(logits) - value_range.share(returns) * logits
-
-
-VALUE_LOSSES = ("mse", "bce")
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
