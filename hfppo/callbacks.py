@@ -232,7 +232,6 @@ COLUMNS = {
     "below": ("policy/clip_frac_low", "frac_low"),
     "above": ("policy/clip_frac_high", "frac_high"),
     "dual": ("policy/dual_clip_frac", "frac_dual"),
-    "value": ("value/clip_frac", "frac_value"),
     "ratio": ("policy/ratio", "ratio"),
     "KL": ("policy/approx_kl", "approx_kl"),
 }
@@ -240,7 +239,7 @@ MOST_CHANGE = 0.2  # most relative change of the learning rate per rollout, as f
 
 
 class ClipMetricsCallback(PPOCallback):
-    """Log how much of each PPO epoch's policy and value loss is clipped, and steer the update by it.
+    """Log how much of each PPO epoch's policy loss is clipped, and steer the update by it.
 
     Clipped tokens have no gradient, so their share shows whether the steps on a rollout are too large or too many.
     With a `target` the callback acts on it:

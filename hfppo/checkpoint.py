@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 # A resumed run must share these fields: they determine a rollout's rows and how they are split.
 STRUCTURE = (
     "num_mini_batches", "num_ppo_epochs", "num_generations", "advantage_estimator", "rollouts_ahead", "policy_mode",
-    "temperature", "seed", "critic_layers",
+    "temperature", "seed", "critic_layers", "value_range", "value_loss",
+    "critic_update",
 )  # fmt: skip
 
 AHEAD = ".ahead.safetensors"  # suffix of the file with the adapter that samples ahead
@@ -81,7 +82,7 @@ def describe_run(
                 args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
             ),
             **({PROCESSES: args.world_size} if keeps_number else {}),
-            **{name: getattr(args, name) for name in STRUCTURE},
+            **{name: values[name] for name in STRUCTURE},
             "num_critic_epochs": args.critic_epochs if args.needs_critic else None,
             "optim": values["optim"],
             PROMPTS: hash_prompts(prompt_maker),
@@ -89,6 +90,7 @@ def describe_run(
             "tools": None if agents is None else {str(name): pool.schemas for name, pool in agents.pools.items()},
             "peft_config": describe_adapter(peft_config),
             "critic": None if model.critic is None else model.critic.kind,
+            "critic_peft_config": describe_own_adapter(model),
         },
         settings={
             **{name: values[name] for name in (*own, *TRAINER_FIELDS)},
@@ -97,6 +99,14 @@ def describe_run(
         },
         date=prompt_maker.date.day.isoformat(),
     )
+
+
+def describe_own_adapter(model: ActorCritic) -> dict[str, object] | None:
+    """Describe the critic's adapter if it is not as the actor's."""
+    critic = model.critic
+    if critic is None or critic.peft_config is None or not critic.has_own_adapter:
+        return None
+    return describe_adapter(critic.peft_config)
 
 
 def hash_prompts(prompt_maker: PromptMaker) -> str | None:

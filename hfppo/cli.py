@@ -224,7 +224,9 @@ class PPOParser(TrlParser):
         completions = batch * accumulation * mini_batches
         if size := self.get_default("rollout_size"):
             completions = size // processes
-        steps = max(epochs, self.get_default("num_critic_epochs") or 0) * mini_batches
+        both = epochs, self.get_default("num_critic_epochs") or epochs
+        one_by_one = self.get_default("critic_update") not in (None, "together")
+        steps = (sum(both) if one_by_one else max(both)) * mini_batches
         return (
             f"sizes with these defaults and {processes} process(es): rollouts of {completions * processes} "
             f"completions ({completions} per process), {steps} optimizer steps each"

@@ -18,6 +18,8 @@ from hfppo.functional import (
     MISMATCH_MODES,
     POLICY_LOSSES,
     REDUCTIONS,
+    VALUE_LOSSES,
+    ValueRange,
     estimator_needs,
     estimator_whitens,
 )
@@ -35,6 +37,7 @@ Positive = Annotated[float, "above 0", lambda x: x > 0]
 Share = Annotated[float, "in [0, 1]", lambda x: 0 <= x <= 1]
 ClipRange = Annotated[float, "in (0, 1): the ratio is clipped to 1 − cliprange", lambda x: 0 < x < 1]
 DualClip = Annotated[float, "above 1: below, it would undo the clip at ratio 1", lambda x: x > 1]
+Range = Annotated[list[float], "two numbers, the lower one first", lambda x: len(x) == 2 and x[0] < x[1]]
 WeightCap = Annotated[float, "at least 1: below, it would shrink weights of tokens without mismatch", lambda x: x >= 1]
 
 # For fields of TrainingArguments; the others have theirs below.
@@ -209,7 +212,6 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
         None, "One weight per reward function; 0 only logs it. None: 1 each (GRPO)."
     )
     missing_eos_penalty: NotNegative | None = option(None, "Subtracted from a truncated completion's score (TRL).")
-    whiten_rewards: bool = option(False, "Scale token rewards to unit variance, keeping their mean (TRL).")
     mask_truncated_completions: bool = option(
         False,
         "Leave truncated completions out of the actor's losses (GRPO; arXiv:2503.14476).",
@@ -259,7 +261,7 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
         "log π_old: 'decoupled' recomputes it with the training model, 'bypass' takes the sampler's log-probs. The "
         "others recompute it and weight the policy loss by π_old/π_rollout, per token or per completion: weights are "
         "capped (truncate), set to 0 outside the band (mask; arXiv:2510.18855), or their tokens left out of all "
-        "losses (reject). None: decoupled, and token_truncate with `rollouts_ahead`.",
+        "losses (reject). None: bypass with dis, token_truncate with `rollouts_ahead`, otherwise decoupled.",
         choices=("decoupled", "bypass", *MISMATCH_MODES),
     )
     vllm_importance_sampling_clip_max: WeightCap = option(
@@ -278,7 +280,19 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
     num_critic_epochs: Count | None = option(
         None, "Number of the critic's passes over each rollout; None: `num_ppo_epochs` (verl)."
     )
-    cliprange_value: Positive | None = option(None, "ε of the value clip in units of the return; None turns it off.")
+    value_range: Range | None = option(
+        None, "[low, high] of the return, in which values stay; None: no bound (arXiv:2608.23566)."
+    )
+    value_loss: str = option(
+        "mse",
+        "½·squared error, or with `value_range` bce, the cross-entropy of its share (arXiv:2609.26355).",
+        choices=tuple(VALUE_LOSSES),
+    )
+    critic_update: Literal["together", "after_actor", "policy_aligned"] = option(
+        "together",
+        "When the critic's steps are: with the actor's, after all of the actor's, or after them with returns weighted "
+        "by π_new/π_rollout (arXiv:2609.26355).",
+    )
     vf_coef: NotNegative = option(0.1, "Weight of the value loss; couples only through a shared trunk (TRL).")
     critic_pretraining_completions: NotNegativeInt = option(
         0, "Completions to whose returns the critic is fitted before PPO begins (arXiv:2503.01491)."
@@ -354,7 +368,8 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
         if self.metric_for_best_model is None and (compares or self.lr_scheduler_type in METRIC_SCHEDULERS):
             self.metric_for_best_model = "eval_reward"  # Trainer's default is eval_loss, which prompts do not have
         if self.policy_mode is None:
-            self.policy_mode = "token_truncate" if self.rollouts_ahead else "decoupled"
+            otherwise = "token_truncate" if self.rollouts_ahead else "decoupled"
+            self.policy_mode = "bypass" if self.policy_loss == "dis" else otherwise
         if self.rollout_size is not None:
             # Before TrainingArguments makes DeepSpeed's configuration of it, and knows the number of processes.
             self.gradient_accumulation_steps = accumulation_steps(self)
@@ -434,7 +449,13 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
     @property
     def updates_per_rollout(self) -> int:
         """Optimizer steps per rollout that move actor, critic or both."""
-        return max(self.num_ppo_epochs, self.critic_epochs) * self.num_mini_batches
+        epochs = (self.num_ppo_epochs, self.critic_epochs)
+        return (sum(epochs) if self.critic_follows else max(epochs)) * self.num_mini_batches
+
+    @property
+    def critic_follows(self) -> bool:
+        """Whether the critic's steps on a rollout come after the actor's."""
+        return self.critic_update != "together"
 
     @property
     def critic_epochs(self) -> int:
@@ -455,6 +476,14 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
     def clip_high(self) -> float:
         """ε of the policy clip above 1."""
         return self.cliprange if self.cliprange_high is None else self.cliprange_high
+
+    @property
+    def bounds(self) -> ValueRange | None:
+        """The range of the values with the link that fits `value_loss`; None: no bound."""
+        if self.value_range is None:
+            return None
+        low, high = self.value_range
+        return ValueRange(low, high, VALUE_LOSSES[self.value_loss])
 
     @property
     def needs_critic(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import numpy as np
 from transformers import TrainingArguments
 
-from hfppo.functional import estimator_needs
+from hfppo.functional import MISMATCH_MODES, estimator_needs
 from hfppo.support.refusals import raise_first
 from hfppo.support.secrets import find_secret
 
@@ -32,6 +32,8 @@ READ_FOR = {
     "critic_pretraining_completions": "values",
     "num_critic_epochs": "values",
     "critic_layers": "values",
+    "value_range": "values",
+    "critic_update": "values",
     "gamma_turn": "gamma",
     "lam_turn": "lam",
 }
@@ -168,6 +170,7 @@ def check_config(args: Any) -> None:
     """
     check_secrets(args)
     raise_first(find_contradictions(args))
+    raise_first(find_faults_of_range(args, args.kl_coef))
     warn_of_losses(args)
     check_generation_kwargs(args.generation_kwargs or {})
     check_inherited(args)
@@ -209,7 +212,7 @@ def find_contradictions(args: Any) -> dict[str, object]:
         ),
         **{
             f"{name}={getattr(args, name)!r} has no effect with {estimator}; leave it out, or set "
-            "advantage_estimator='gae'": getattr(args, name)
+            "advantage_estimator='gae'": getattr(args, name) != getattr(type(args), name)
             for name in unread
         },
         f"scale_rewards={args.scale_rewards!r} with multi_objective_aggregation="
@@ -220,14 +223,43 @@ def find_contradictions(args: Any) -> dict[str, object]:
         "shrinks all weights; set cliprange_high=5.0 (arXiv:2510.13786)": (
             args.policy_loss == "cispo" and args.clip_high < 1
         ),
+        f"policy_mode={args.policy_mode!r} weights tokens by π_old/π_rollout, but the ratio of policy_loss='dis' "
+        "corrects the same mismatch; leave policy_mode out, or set 'decoupled'": (
+            args.policy_loss == "dis" and args.policy_mode in MISMATCH_MODES
+        ),
+        "policy_loss='dis' needs the upper end of its band; set cliprange_high=5.0 (arXiv:2607.07508)": (
+            args.policy_loss == "dis" and args.cliprange_high is None
+        ),
         f"critic_pretraining_completions={pretrains}, rounded up to at least two whole rollouts, uses up "
         f"total_episodes={args.total_episodes}; raise total_episodes": (
             args.total_episodes and args.rollouts_for(args.total_episodes) <= args.critic_pretraining_rollouts
         ),
         f"critic_pretraining_completions={pretrains} and num_critic_epochs={args.num_critic_epochs} train the critic, "
         "but vf_coef=0 gives its loss no weight; raise vf_coef": (
-            args.vf_coef == 0 and (pretrains or args.critic_epochs > args.num_ppo_epochs)
+            args.vf_coef == 0 and (pretrains or args.critic_epochs > args.num_ppo_epochs or args.critic_follows)
         ),
+        f"critic_update='policy_aligned' weights returns at λ = 1, but lam_critic={args.lam_critic}; set it to 1.0": (
+            args.critic_update == "policy_aligned" and args.lam_critic != 1
+        ),
+    }
+
+
+def find_faults_of_range(args: Any, kl_coef: float) -> dict[str, object]:
+    """Return an error for each way in which returns must leave `value_range`, and whether they do.
+
+    Args:
+        kl_coef: β, which a callback may have changed.
+    """
+    if args.value_range is None:
+        fault = "value_loss='bce' takes values in a range; set value_range=[low, high], the range of the return"
+        return {fault: args.value_loss == "bce"}
+    low, high = args.value_range
+    discounts = {name: x for name in ("gamma", "gamma_turn") if (x := getattr(args, name)) not in (None, 1.0)}
+    return {
+        f"kl_coef={kl_coef} subtracts a KL from the reward, which may exceed any value_range; set kl_coef=0, and "
+        "kl_loss_coef for a KL in the loss": kl_coef > 0,
+        f"{discounts} moves returns towards 0, outside value_range={args.value_range}; let the range include 0, or "
+        "leave the discount out": discounts and not low <= 0 <= high,
     }
 
 

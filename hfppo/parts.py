@@ -28,6 +28,7 @@ from hfppo.models.adapter_checks import check_same_policy, policy_of
 from hfppo.models.critic import CRITIC_KINDS, CriticSource, find_critic
 from hfppo.models.loading import (
     as_name,
+    check_adapter,
     check_architecture,
     check_trainable,
     check_vocabulary,
@@ -42,6 +43,7 @@ from hfppo.rewards.load_rewards import listed, load_reward_funcs
 from hfppo.rewards.model import RewardAdapter, RewardModel
 from hfppo.rewards.process_model import ProcessRewardModel
 from hfppo.rewards.reward_func import RewardFunc, plain_name, unwrap
+from hfppo.support.refusals import raise_first
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,7 @@ class TrainerInputs:
     eval_dataset: EvalDataset = None
     processing_class: PreTrainedTokenizerBase | None = None
     peft_config: PeftConfig | None = None
+    critic_peft_config: PeftConfig | None = None
     ref_model: str | PreTrainedModel | None = None
     critic: str | PreTrainedModel = "adapter"
     reward_processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None
@@ -248,15 +251,35 @@ def load_critic(
     inputs: TrainerInputs, base: PreTrainedModel | PeftModel, prompt_maker: PromptMaker
 ) -> CriticSource | None:
     """Return the critic's source; None for estimators without a critic."""
-    critic, train = inputs.critic, prompt_maker.prompts.get(TRAIN)
+    critic, own, train = inputs.critic, inputs.critic_peft_config, prompt_maker.prompts.get(TRAIN)
+    estimator = f"advantage_estimator={inputs.args.advantage_estimator!r}"
+    raise_first(
+        {
+            f"critic_peft_config has no effect with {estimator}; leave it out, or set advantage_estimator='gae'": (
+                own is not None and not inputs.args.needs_critic
+            )
+        }
+    )
     if not inputs.args.needs_critic:
         if train is not None and CRITIC_PROMPT in train.head.rows.column_names:
-            estimator = inputs.args.advantage_estimator
             logger.warning("nothing reads the column 'critic_prompt', because %s has no critic", estimator)
         return None
     # A revision belongs to the repository that it was given for.
     given = {name: value for name, value in inputs.init_kwargs.items() if name != "revision" or critic == inputs.model}
-    source = find_critic(critic, **given).with_layers(inputs.args.critic_layers, base)
+    source = find_critic(critic, **given).with_layers(inputs.args.critic_layers, base).with_bounds(inputs.args.bounds)
+    if own is not None:
+        check_adapter(own)
+        source = source.with_adapter(own)
+    raise_first(
+        {
+            f"critic_peft_config is an adapter, and critic={source.model!r} has none; leave it out, or set "
+            "critic='adapter'": own is not None and source.is_shared,
+            f"critic_update={inputs.args.critic_update!r} has steps that do not move the actor, but with "
+            "critic='shared' its loss does; set critic='shared_detached' or 'adapter'": (
+                source.model == "shared" and inputs.args.critic_follows
+            ),
+        }
+    )
     if train is not None:
         source = source.with_prompts(train.head.critic_ids is not None)
     if isinstance(source.model, PreTrainedModel):

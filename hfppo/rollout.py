@@ -86,6 +86,8 @@ class Rollout(Sequences):
     weights: Tensor | None = None  # (B, T) π_old/π_rollout, bounded, for the policy loss; None: not corrected
     td_errors: Tensor | None = None  # (B, T) δ_t = r_t + γ·V(s_{t+1}) − V(s_t); None without a critic
     returns: Tensor | None = None  # (B, T) the targets of the values; None without a critic
+    # (B, T) π/π_rollout after the actor's steps, by which the critic's weight the returns; None: not computed.
+    value_ratio: Tensor | None = None
     value_mask: Tensor | None = None  # (B, T) bool, the tokens that the critic's loss counts; None: as the actor's
     # (N, H) states of the base below the critic's layers, of all rows' real tokens, row after row; None: not kept.
     base_states: Tensor | None = None

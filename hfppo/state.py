@@ -19,7 +19,8 @@ class PPOState:
     cliprange_high: float = 0.2  # ε above 1
     learning_rate_factor: float = 1.0  # multiplies the actor's scheduled learning rate
     rollouts: int = 0  # collected so far, the one in use included
-    first_step: int = 0  # global step at which the rollout in use was collected
+    # Global step at which the rollout in use was collected, minus the actor's steps on it that were left out.
+    first_step: int = 0
     last_step: int = 0  # global step at which the next one is due; a callback may bring it forward
     skipped_steps: int = 0  # steps left out at rollouts' ends in this run, if its length is in completions
     pretraining_rollouts: int = 0  # collected for the critic's pretraining

@@ -32,6 +32,7 @@ from hfppo.collect.collector import Collected, Collector, group_equal_rows
 from hfppo.collect.evaluation import check_best_metric, choose_dataset, eval_output, evaluate_prompts
 from hfppo.collect.forward import autocast
 from hfppo.config import PPOConfig
+from hfppo.config_checks import find_faults_of_range
 from hfppo.data.chat_template import Message
 from hfppo.data.prompt_stream import EvalDataset, PromptStream
 from hfppo.data.prompts import Prompts, dataset_of
@@ -64,6 +65,7 @@ from hfppo.state import SHUFFLE_STREAM, PPOState
 from hfppo.support.log_entries import plain_entry
 from hfppo.support.out_of_memory import explain_out_of_memory
 from hfppo.support.processes import check_alike
+from hfppo.support.refusals import raise_first
 
 
 class PPOTrainer(CrashSafeTrainer):
@@ -109,6 +111,7 @@ class PPOTrainer(CrashSafeTrainer):
         critic: "adapter" (its own LoRA on the same base), "shared" (a value head on the actor), "shared_detached" (the
             same, and the value loss does not reach the actor), a model or its id, or a folder or repository with a
             saved critic. By id or path it is loaded with `args.model_init_kwargs`.
+        critic_peft_config: the critic's adapter; None: as the actor's, or the saved critic's own.
         callbacks: `PPOCallback`s see rollouts as well.
         compute_metrics: takes an EvalPrediction with `predictions` (completions), `label_ids` (the dataset's columns)
             and `inputs` (prompts).
@@ -143,6 +146,7 @@ class PPOTrainer(CrashSafeTrainer):
         peft_config: PeftConfig | None = None,
         ref_model: ModelSource | None = None,
         critic: ModelSource = "adapter",
+        critic_peft_config: PeftConfig | None = None,
         callbacks: list[TrainerCallback] | None = None,
         compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
         reward_processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None,
@@ -162,6 +166,7 @@ class PPOTrainer(CrashSafeTrainer):
             peft_config=peft_config,
             ref_model=None if ref_model == model else as_name(ref_model),  # None: the model before training
             critic=as_name(critic),
+            critic_peft_config=critic_peft_config,
             reward_processing_classes=reward_processing_classes,
             tools=tools,
             environment_factory=environment_factory,
@@ -326,6 +331,10 @@ class PPOTrainer(CrashSafeTrainer):
         if run.rollout is None or self.state.global_step >= state.last_step:
             run.rollout = self._collect_rollout()
         run.rollout = self.collector.restore_base_states(run.rollout)
+        aligns = args.critic_update == "policy_aligned" and self._plan.epoch >= args.num_ppo_epochs
+        if aligns and run.rollout.value_ratio is None:
+            run.rollout, measures = self.collector.align_returns(run.rollout)
+            run.log.update(measures)
         index = (self.state.global_step - state.first_step) % args.num_mini_batches
         seed = (args.seed, SHUFFLE_STREAM, state.rollouts, self._plan.epoch)
         return run.rollout.mini_batch(index, args.num_mini_batches, seed, args.num_generations, args.process_index)
@@ -396,9 +405,9 @@ class PPOTrainer(CrashSafeTrainer):
     def rollout(self, /, prompts: Sequence[str] | Sequence[list[Message]], **columns: Sequence[object]) -> Rollout:
         """Collect a rollout for given prompts, on the CPU, without changing the state of training.
 
-        Neither rewards nor advantages are whitened, so that they add up: with one λ, returns − values. An estimator
-        that compares the completions of a prompt needs that prompt several times. A collective call: each process
-        makes it, with equally many prompts, and equally many different ones.
+        Advantages are not whitened: with one λ, they are returns − values. An estimator that compares the completions
+        of a prompt needs that prompt several times. A collective call: each process makes it, with equally many
+        prompts, and equally many different ones.
 
         Args:
             prompts: texts or conversations.
@@ -518,11 +527,16 @@ class PPOTrainer(CrashSafeTrainer):
         step = self._run.end_step(self.state.global_step - self.ppo_state.first_step)
         if self._call_callbacks("on_mini_batch_end", step=step).should_end_rollout:
             state, last = self.ppo_state, self.state.global_step + 1
+            actor_ends = state.first_step + self.args.num_ppo_epochs * self.args.num_mini_batches
+            follows = self.args.critic_follows and last <= actor_ends  # the critic's steps are made all the same
+            left = (actor_ends if follows else state.last_step) - last
             if self.args.counts_completions:  # no other rollout makes up for the steps that are left out
-                skipped = min(state.last_step, self.state.max_steps) - last
+                skipped = min(left, self.state.max_steps - last)
                 state.skipped_steps += skipped
                 self.state.max_steps -= skipped
-            state.last_step = last
+            state.last_step -= left
+            if follows:
+                state.first_step -= left
 
     def _end_update(self) -> None:
         """Tell the callbacks after the last optimizer step on a rollout, and log there if each rollout has its log."""
@@ -638,6 +652,7 @@ class PPOTrainer(CrashSafeTrainer):
 
         Raises:
             AttributeError: `args` has been changed where only `control` has an effect.
+            ValueError: β is above 0 with a `value_range`.
         """
         for name, given in starting_values(self._checkpoint.run.settings).items():
             if starting_values(vars(self.args))[name] != given:
@@ -647,6 +662,7 @@ class PPOTrainer(CrashSafeTrainer):
                 )
         control = PPOControl.of(self.control, self.ppo_state)
         call_event(self.callback_handler, event, self.args, self.state, control, self.ppo_state, **arguments)
+        raise_first(find_faults_of_range(self.args, control.kl_coef))
         vars(self.control).update(control.flags())  # Trainer's handler keeps this object
         vars(self.ppo_state).update({name: getattr(control, name) for name in PPOState.STEERED})
         self._run.log.update({name: parts_of(number) for name, number in control.logs.items()})

@@ -44,6 +44,8 @@ REASONS = {
     "sapo has the temperatures of its paper": "sapo_temperature_neg=1.05 sapo_temperature_pos=1.0",
     "there is no loss vespo": "vespo_k_neg=* vespo_k_pos=* vespo_lambda_neg=* vespo_lambda_pos=*",
     "whiten_advantages is similar, weighted by tokens": "normalize_advantages=false",
+    "whiten_advantages scales the advantages instead": "whiten_rewards=false",
+    "value_range bounds the values instead": "cliprange_value",
     "reward functions can clip their own scores": "reward_clip_range",
     "an entry of the base's config; model_init_kwargs={'router_aux_loss_coef': ...} sets it": "router_aux_loss_coef",
     "an option of the server, with vllm_mode='server'": "vllm_tensor_parallel_size=1",

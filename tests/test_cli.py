@@ -197,6 +197,7 @@ class Sizes:
     num_mini_batches: int = 4
     num_ppo_epochs: int = 5
     num_critic_epochs: int | None = None
+    critic_update: str = "together"
 
 
 @pytest.mark.parametrize(
@@ -208,6 +209,7 @@ class Sizes:
             *("4", "num_mini_batches: 2\nnum_critic_epochs: 7\n"),
             "rollouts of 48 completions (12 per process), 14 optimizer steps each",
         ),
+        ("1", "critic_update: after_actor\n", "rollouts of 24 completions (24 per process), 40 optimizer steps each"),
     ],
 )
 def test_the_help_shows_the_sizes_in_completions(config, monkeypatch, capsys, processes, text, wanted):

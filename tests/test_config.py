@@ -398,8 +398,7 @@ YAML = """
 num_mini_batches: 3
 kl_coef: 1.0e-3
 temperature: 7e-1
-cliprange_value: null
-whiten_rewards: true
+cliprange_high: 1.5
 advantage_estimator: rloo
 num_generations: 4
 reward_weights: [1.0, 0.0]
@@ -414,7 +413,7 @@ def test_yaml(tmp_path):
     argv = [*flags(tmp_path), "--config", str(tmp_path / "run.yaml"), "--num_mini_batches", "4"]
     (args,) = trl.TrlParser(PPOConfig).parse_args_and_config(argv)
     assert args.num_mini_batches == 4  # a flag wins over the file
-    assert (args.kl_coef, args.temperature, args.cliprange_value, args.whiten_rewards) == (0.001, 0.7, None, True)
+    assert (args.kl_coef, args.temperature, args.cliprange_high) == (0.001, 0.7, 1.5)
     assert (args.advantage_estimator, args.num_generations, args.reward_weights) == ("rloo", 4, [1.0, 0.0])
     assert (args.chat_template_kwargs, args.learning_rate) == ({"enable_thinking": False}, 2e-4)
 

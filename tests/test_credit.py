@@ -219,14 +219,6 @@ def test_gamma_discounts_without_a_critic_as_well():
     assert rollout.advantages.tolist() == [[0.25, 0.5, 1.0]]
 
 
-def test_rewards_are_whitened_over_what_is_scored_and_keep_their_mean():
-    """0, 0, 5, 0, 0, 7: mean 2, variance 74/6 − 4."""
-    rows = [Completion([score], [0.0] * 3) for score in (5.0, None, 7.0, None)]
-    scores = torch.tensor([[0.0, 0.0, 5.0], [0.0, 0.0, 7.0]])
-    rewards = credit(rows, whiten_rewards=True).rollout.rewards
-    assert_close(rewards[::2], (scores - 2) / math.sqrt(74 / 6 - 4) + 2)
-
-
 GRPO = {"advantage_estimator": "grpo", "num_generations": 2, "kl_coef": 0.0}
 SUM = {"multi_objective_aggregation": "normalize_then_sum", "weights": [1.0, 2.0]}
 

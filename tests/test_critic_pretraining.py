@@ -139,7 +139,7 @@ def test_returns_that_do_not_vary_end_it(make_trainer):
 
 
 def test_r_squared_and_the_loss_are_those_of_the_formulas(make_trainer, monkeypatch):
-    """Over two held-out and many trained rollouts of unequal numbers of tokens; a value clip changes neither."""
+    """Over two held-out and many trained rollouts of unequal numbers of tokens."""
     fits, measure = [], CriticPretraining.r_squared
 
     def keep(self, held_out):
@@ -148,7 +148,7 @@ def test_r_squared_and_the_loss_are_those_of_the_formulas(make_trainer, monkeypa
         return measure(self, held_out)
 
     monkeypatch.setattr(CriticPretraining, "r_squared", keep)
-    config = {"critic_pretraining_completions": 8 * 9, "cliprange_value": 1e-3, "critic_learning_rate": 3e-3}
+    config = {"critic_pretraining_completions": 8 * 9, "critic_learning_rate": 3e-3}
     trainer = pretrained(make_trainer, {**config, "max_steps": 1})
     for (held_out, values), entry in zip(fits, logged_epochs(trainer), strict=True):
         assert len(held_out) == 2

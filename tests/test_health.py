@@ -140,11 +140,15 @@ RUNS = {
         ONE_STEP | {"max_steps": 1},
         {"reward_funcs": unreadable},
     ),
+    "scores outside the critic's range": Case(
+        {"outside-range": "widen value_range (now [0.0, 0.5])"},
+        ONE_STEP | {"max_steps": 1, "value_range": [0.0, 0.5], "kl_coef": 0.0},
+    ),
     "a critic that jumps": Case(
         {"explained-variance": "since step 2, value/explained_variance is "},
         ONE_STEP
         | {"per_device_train_batch_size": 16, "max_steps": 12, "learning_rate": 1e-4}
-        | {"critic_learning_rate": 1.0, "cliprange_value": None, "lr_scheduler_type": "constant"},
+        | {"critic_learning_rate": 1.0, "lr_scheduler_type": "constant"},
     ),
 }
 

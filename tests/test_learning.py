@@ -25,7 +25,6 @@ def test_arithmetic_is_learnt_in_a_dozen_rollouts(tmp_path: Path, critic):
         learning_rate=2e-3,
         kl_coef=0.02,
         vf_coef=1.0,
-        cliprange_value=None,
         local_rollout_forward_batch_size=128,
         per_device_eval_batch_size=128,
         save_strategy="no",

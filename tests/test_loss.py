@@ -65,9 +65,14 @@ TERMS = {
         lambda o, b: b.weights * F.gspo_loss(o.logprobs, b.old_logprobs, b.advantages, b.loss_mask, GIVEN),
     ),
     "value": (
-        {"cliprange_value": 0.05, "vf_coef": 0.3},
+        {"vf_coef": 0.3},
         ("value/loss", 0.3),
-        lambda o, b: F.value_loss(o.values, b.values, b.returns, 0.05),
+        lambda o, b: F.value_loss(o.values, b.returns),
+    ),
+    "bce": (
+        {"value_range": [-9.0, 9.0], "value_loss": "bce", "kl_coef": 0.0},
+        ("value/loss", 0.1),
+        lambda o, b: F.bce_value_loss(o.value_logits, b.returns, F.ValueRange(-9.0, 9.0)),
     ),
     **{
         name: (
@@ -85,6 +90,8 @@ TERMS = {
 def test_every_field_of_a_loss_reaches_it(make_trainer, batch, outputs, name):
     config, (term, weight), formula = TERMS[name]
     args = make_trainer(config).args
+    if name == "bce":
+        outputs = outputs._replace(values=outputs.values.sigmoid(), value_logits=outputs.values)
     (found,) = (x for x in ppo_terms(outputs, batch, args, clip_of(args)) if x.name == term)
     expected = formula(outputs, batch)
     assert found.coef == weight
@@ -126,14 +133,13 @@ def assert_measured(meter: Meter, expected: dict) -> None:
 
 
 def test_metrics_of_an_update_by_hand(make_trainer, batch, outputs):
-    args = make_trainer(CLIP | {"cliprange_value": 0.05}).args
+    args = make_trainer(CLIP).args
     counts = batch.loss_mask
     new, old, advantages = (x[counts].detach() for x in (outputs.logprobs, batch.old_logprobs, batch.advantages))
     ratio = (new - old).exp()
     low, high = (advantages < 0) & (ratio < 0.9), (advantages > 0) & (ratio > 1.6)
     dual = (advantages < 0) & (ratio > 1.5)
     assert all(clipped.any() for clipped in (low, high, dual))
-    held = F.value_clipped(outputs.values, batch.values, batch.returns, 0.05)[counts]
     expected = {
         "policy/ratio": ratio.mean(),
         "policy/ratio_max": ratio.max(),
@@ -144,7 +150,6 @@ def test_metrics_of_an_update_by_hand(make_trainer, batch, outputs):
         "policy/clip_frac_low": low.float().mean(),
         "policy/clip_frac_high": high.float().mean(),
         "policy/dual_clip_frac": dual.float().mean(),
-        "value/clip_frac": held.float().mean(),
         "policy/entropy": outputs.entropy[counts].mean(),
     }
     assert_measured(measure(outputs, batch, args), expected)

@@ -69,8 +69,9 @@ def test_every_metric_of_the_table_appears_in_a_log_and_no_other(make_trainer, d
         log_metric("length", sum(map(len, completions)))
         return [float(len(text)) for text in completions]
 
-    config = {"kl_loss_coef": 0.1, "dual_clip": 3.0, "policy_mode": "token_truncate", "cliprange_value": 0.2}
-    config |= {"num_generations": 2, "max_steps": 4, "rollouts_ahead": 1}
+    config = {"kl_loss_coef": 0.1, "dual_clip": 3.0, "policy_mode": "token_truncate"}
+    config |= {"num_generations": 2, "max_steps": 8, "rollouts_ahead": 1, "value_range": [0.0, 9.0], "kl_coef": 0.0}
+    config |= {"critic_update": "policy_aligned", "lam_critic": 1.0}
     trainer = make_trainer(config, reward_funcs=TolerantReward(scores), callbacks=[ClipMetricsCallback()])
     given = trainer.loss_terms
 

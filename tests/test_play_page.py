@@ -21,7 +21,7 @@ BY_HAND = {  # the six tokens of docs/worked_example.md
 }
 COMPLETIONS = [BY_HAND, *({**of_run, "new_value": of_run["value"]} for of_run in OF_THE_RUN)]
 VERY_WRONG = {**BY_HAND, "logprob": [-4.0] * 6}  # tokens that have become far more likely
-OFF = {"whiten": False, "dual": False, "value_clip": False, "grpo": False, "others": "0, 0, 1"}
+OFF = {"whiten": False, "dual": False, "grpo": False, "others": "0, 0, 1"}
 SETTINGS = [
     {**OFF, "score": 1.0, "beta": 0.01, "gamma": 0.99, "lam": 0.95, "clip": 0.2, "update": 1.0},
     {**OFF, "score": 0.0, "beta": 1.0, "gamma": 0.9, "lam": 0.0, "clip": 0.05, "update": 3.0},
@@ -30,7 +30,6 @@ SETTINGS = [
     | {"whiten": True, "dual": True},
     {**OFF, "score": 0.0, "beta": 0.0, "gamma": 1.0, "lam": 0.95, "clip": 0.2, "update": 3.0}
     | {"grpo": True, "dual": True},
-    {**OFF, "score": 0.5, "beta": 0.0, "gamma": 1.0, "lam": 0.5, "clip": 0.1, "update": 3.0, "value_clip": True},
 ]
 
 
@@ -58,7 +57,7 @@ def expected(completion: dict, settings: dict) -> dict[str, torch.Tensor]:
     loss = F.policy_loss(now, old, advantages, F.Clip(clip, clip, 3.0 if settings["dual"] else None))
     clipped = F.clip_fractions(now, old, advantages, F.Clip(clip, clip, 3.0 if settings["dual"] else None))
     predicted = values + settings["update"] * (new_values - values)
-    value_loss = F.value_loss(predicted, values, returns, 0.2 if settings["value_clip"] else None)
+    value_loss = F.value_loss(predicted, returns)
     columns = {"kl": kl, "reward": rewards, "advantage": advantages, "returns": returns, "loss": loss}
     columns |= {"delta": rewards + gamma * following - values, "value_loss": value_loss}
     columns |= {"ratio": (now - old).exp(), "clipped": clipped.low | clipped.high | clipped.dual}

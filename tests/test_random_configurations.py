@@ -94,12 +94,10 @@ EVERY_RUN = [
     seldom({"weight_decay": 0.01}),
 ]
 WITH_CRITIC = [
-    seldom({"whiten_rewards": True}),
     seldom(*each("critic_warmup", 1, 2)),
     seldom({"bootstrap_truncated": True}),
     seldom({"lam_critic": 1.0}),
     seldom({"lam_alpha": 0.1}),
-    seldom(*each("cliprange_value", None, 0.05)),
     seldom({"critic_learning_rate": 5e-3}),
     seldom({"num_generations": 2}),
 ]

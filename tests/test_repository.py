@@ -32,7 +32,7 @@ ALLOWED = {
     "data": {"state"},
     "saving": {"support"},
     "sample": {"data", "rollout", "support"},
-    "models": {"config", "support"},
+    "models": {"config", "functional", "support"},
     "rewards": {"data", "functional", "models", "sample", "support"},
     "generation": {"config", "functional", "models", "sample", "state", "support"},
     "environments": {"config", "data", "rewards", "sample", "state", "support"},
@@ -49,7 +49,9 @@ ALLOWED = {
         "support",
         "trl_names",
     },
-    "parts": {"checks", "config", "data", "environments", "generation", "models", "prompt_maker", "rewards"},
+    "parts": {
+        *("checks", "config", "data", "environments", "generation", "models", "prompt_maker", "rewards", "support"),
+    },
     "checkpoint": {"config", "data", "metrics", "models", "prompt_maker", "rollout", "saving", "state"},
     "callbacks": {"functional", "metrics", "rollout", "state", "support"},
     "collect": {

@@ -239,6 +239,7 @@ def test_a_run_ends_with_actor_and_critic_of_the_best_checkpoint(run_of, engine)
 BUDGET, VLLM = {"max_tokens_per_micro_batch": 100}, {"use_vllm": True, "vllm_mode": "colocate"}
 EPOCHS = {"num_critic_epochs": 8, "critic_epochs": 8}
 REENTRANT = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
+ORDER = {"critic_update": "after_actor", "critic_follows": True}
 PRETRAINING = {"critic_pretraining_completions": 512}
 
 
@@ -246,6 +247,7 @@ def config(args: dict) -> SimpleNamespace:
     """The fields that `check_engine` asks."""
     fields = {"max_tokens_per_micro_batch": None, "use_vllm": False, "rollouts_ahead": 0, "critic_warmup": 0}
     fields |= {"critic_pretraining_completions": 0, "critic_epochs": 4, "num_ppo_epochs": 4, "num_critic_epochs": None}
+    fields |= {"critic_update": "together", "critic_follows": False}
     fields |= {"world_size": 2, "ddp_find_unused_parameters": True, "debug": [], "gradient_checkpointing_kwargs": None}
     return SimpleNamespace(**{**fields, "vf_coef": 0.1, "max_grad_norm": 1.0, "n_gpu": 1, **args})
 
@@ -302,6 +304,7 @@ WITH_OPTIMIZER.state.deepspeed_plugin.deepspeed_config["optimizer"] = {"type": "
         (engine(DistributedType.FSDP), "shared", [], PRETRAINING, "completions=512 .*leave it out, or use DDP"),
         (ZERO_2, "adapter", [], {"critic_warmup": 3}, "critic_warmup=3 some steps train only the actor or the critic"),
         (ZERO_2, "adapter", [], EPOCHS, "num_critic_epochs=8 some steps train only the actor or the critic"),
+        (ZERO_2, "adapter", [], ORDER, "critic_update=after_actor some steps train only the actor or the critic"),
         (ZERO_2, "adapter", [], PRETRAINING, "completions=512 some steps train only the actor or the critic"),
         (
             engine(DistributedType.MULTI_GPU),

@@ -32,6 +32,7 @@ ARGUMENTS: dict[str, tuple[Any, str]] = {
     "args": (PPOConfig, "pass a PPOConfig, which takes the fields of TrainingArguments"),
     "processing_class": (PreTrainedTokenizerBase, "pass a tokenizer, such as AutoTokenizer's or a processor's"),
     "peft_config": (PeftConfig, "pass a configuration of PEFT, such as LoraConfig(target_modules='all-linear')"),
+    "critic_peft_config": (PeftConfig, "pass a configuration of PEFT, such as LoraConfig(r=8)"),
     "callbacks": (list, "pass a list of TrainerCallbacks"),
     "tools": (Iterable, "pass a list of functions"),
     "reward_processing_classes": (

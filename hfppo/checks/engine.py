@@ -22,7 +22,7 @@ from hfppo.rewards.reward_func import RewardFunc, unwrap
 from hfppo.support.refusals import raise_first
 
 # With these some steps train only the actor or only the critic.
-ONE_ALONE = ("critic_warmup", "critic_pretraining_completions", "num_critic_epochs")
+ONE_ALONE = ("critic_warmup", "critic_pretraining_completions", "num_critic_epochs", "critic_update")
 
 
 def check_engine(
@@ -172,8 +172,9 @@ def fault_of_steps(args: PPOConfig, problem: str) -> dict[str, object]:
 
 def steps_of_one(args: PPOConfig) -> list[str]:
     """Return the settings that make some steps train only the actor or only the critic."""
-    names = ONE_ALONE if args.critic_epochs != args.num_ppo_epochs else ONE_ALONE[:2]
-    return [f"{name}={getattr(args, name)}" for name in names if getattr(args, name)]
+    by_order = {"num_critic_epochs": args.critic_epochs != args.num_ppo_epochs, "critic_update": args.critic_follows}
+    names = [name for name in ONE_ALONE if by_order.get(name, getattr(args, name))]
+    return [f"{name}={getattr(args, name)}" for name in names]
 
 
 @functools.cache  # once is enough, however many trainers there are

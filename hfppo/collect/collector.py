@@ -17,16 +17,23 @@ from hfppo import functional as F
 from hfppo.collect.candidates import Choice, ScoreLine, choose, measure_choice, num_candidates
 from hfppo.collect.check_finite import check_rollout
 from hfppo.collect.credit import CreditAssignment, counts_in_loss
-from hfppo.collect.forward import any_active, autocast, forward_passes, prompt_values
-from hfppo.collect.rollout_metrics import measure_episodes, measure_rollout, measure_scores, scores_alike
+from hfppo.collect.forward import any_active, autocast, forward_passes, single_pass
+from hfppo.collect.rollout_metrics import (
+    measure_alignment,
+    measure_episodes,
+    measure_rollout,
+    measure_scores,
+    scores_alike,
+)
 from hfppo.config import PPOConfig
 from hfppo.data.prompt_stream import PromptStream
 from hfppo.data.prompts import Prompt, Prompts, Row
 from hfppo.environments.chat_format import parse_turn
 from hfppo.environments.episodes import EpisodePlayer
+from hfppo.functional.kl import clamp_log_ratio
 from hfppo.generation.sampler import Sampler
 from hfppo.metrics import Measures, parts, parts_of
-from hfppo.models.actor_critic import ActorCritic
+from hfppo.models.actor_critic import ActorCritic, Want
 from hfppo.models.modes import eval_mode
 from hfppo.rewards.functions import PendingScores, RewardFunctions, score_table
 from hfppo.rewards.reward_func import Numbers, RewardBatch
@@ -163,8 +170,9 @@ class Collector:
         # A completion of one token, which no forward reads.
         samples = [Sample(row, row.prompt_ids[-1:], sampled=[True], logprobs=[0.0]) for row in rows]
         sequences = pad(samples, self.tokenizer.pad_token_id, several_turns=False)
-        with eval_mode(self.model), torch.no_grad():
-            return prompt_values(self.model, sequences, self.accelerator, self.args)
+        values = single_pass(self.model, sequences, self.accelerator, self.args, Want(policy=False)).values
+        assert values is not None
+        return values[:, 0]
 
     def eval_rows(self, prompts: Prompts) -> list[Row]:
         """Return a row for each prompt, with the same seeds in every evaluation."""
@@ -184,7 +192,7 @@ class Collector:
             rows: the completions to make.
             ppo_state: gives β.
             state: passed to the reward functions.
-            training: False leaves out whitening of rewards and advantages, by which rows affect each other.
+            training: False leaves out whitening of advantages, by which rows affect each other.
             show: shows each phase.
         Raises:
             NonFiniteError: a number is not finite on some process.
@@ -307,6 +315,14 @@ class Collector:
             needs_reference = rollout.ref_logprobs is not None
             passes = forward_passes(self.model, rollout, self.accelerator, self.args, needs_reference)
         return replace(rollout, base_states=passes.base_states)
+
+    def align_returns(self, rollout: Rollout) -> tuple[Rollout, Measures]:
+        """Give a rollout the ratio of the present policy to the one that sampled it, and measure the ratio."""
+        want = Want(self.args.temperature, values=False)
+        logprobs = single_pass(self.model, rollout, self.accelerator, self.args, want).logprobs
+        assert logprobs is not None
+        rollout = replace(rollout, value_ratio=clamp_log_ratio(logprobs - rollout.rollout_logprobs).exp())
+        return rollout, measure_alignment(rollout)
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the rows of all processes, in their order; (B, …) of this process's B rows."""

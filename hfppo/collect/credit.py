@@ -66,8 +66,6 @@ class CreditAssignment:
             placed = normalized_sum(samples, self.reward_weights, groups) - (args.missing_eos_penalty or 0.0) * cut
         rewards = F.token_rewards(placed, kl, mask, self.kl_coef)
         scored_tokens = mask & scored[:, None]
-        if self.whiten is not None and args.whiten_rewards:
-            rewards = self.whiten(rewards, scored_tokens, shift_mean=False)
         compares = F.estimator_needs(args.advantage_estimator, "groups")
         rows = comparable_rows(scored, groups) if compares else torch.ones_like(scored)
         available = {

@@ -11,7 +11,7 @@ from hfppo.config import PPOConfig
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs, Want
 from hfppo.models.batch_size import ROWS, pass_rows
 from hfppo.models.layout import order_rows
-from hfppo.models.modes import is_sharded
+from hfppo.models.modes import eval_mode, is_sharded
 from hfppo.rollout import Sequences, select_packed
 
 Inputs = dict[str, Tensor]  # of a batch, by the names of `ActorCritic.forward`
@@ -55,14 +55,15 @@ def forward_passes(
     )
 
 
-def prompt_values(model: ActorCritic, sequences: Sequences, accelerator: Accelerator, args: PPOConfig) -> Tensor:
-    """Return V(s₀) of the prompts, (B,), some rows at a time, without gradient."""
+@torch.no_grad()
+def single_pass(
+    model: ActorCritic, sequences: Sequences, accelerator: Accelerator, args: PPOConfig, want: Want
+) -> TokenOutputs:
+    """Return what is wanted of the present models, on the CPU, some rows at a time, without gradient."""
     order, batches = batches_of(model, sequences, accelerator, args)
-    with autocast(accelerator):
-        outputs = [model(**batch, want=Want(policy=False)) for batch in batches]
-    values = join_in_order(outputs, order, sequences.lengths).values
-    assert values is not None
-    return values[:, 0]
+    with eval_mode(model), autocast(accelerator):
+        outputs = [model(**batch, want=want) for batch in batches]
+    return join_in_order(outputs, order, sequences.lengths)
 
 
 def batches_of(

@@ -17,6 +17,8 @@ from hfppo.rewards.reward_func import Numbers
 from hfppo.rollout import Rollout
 from hfppo.sample import Ended, Sample
 
+ROUNDING = 1e-4  # of a return at an end of its range, as a share of the range
+
 LIMITS = [ended for ended in Ended if ended is not Ended.STOPPED]
 THIRDS = ("first", "middle", "last")  # of a completion's sampled tokens
 
@@ -67,10 +69,10 @@ def measure_rollout(
             measures[name] = parts(F.token_kl(rollout.old_logprobs, rollout.ref_logprobs, estimator), mask)
     if args.policy_mode != "bypass":
         measures |= measure_mismatch(rollout, args, total)
-    return measures | measure_values(credited, total)
+    return measures | measure_values(credited, args.bounds, total)
 
 
-def measure_values(credited: Credited, total: Callable[[Tensor], Tensor]) -> Measures:
+def measure_values(credited: Credited, bounds: F.ValueRange | None, total: Callable[[Tensor], Tensor]) -> Measures:
     """Measure the critic's values, their targets, and how well they explain outcomes; {} without a critic.
 
     Targets with λ < 1 contain the values themselves: at 240 tokens and λ = 0.95, values without any relation to the
@@ -82,6 +84,9 @@ def measure_values(credited: Credited, total: Callable[[Tensor], Tensor]) -> Mea
     fitted = rollout.fitted
     values, returns = parts(rollout.values, fitted), parts(rollout.returns, fitted)
     measures = {"value/mean": values, "value/std": values, "value/return": returns, "value/return_std": returns}
+    if bounds is not None:
+        share = bounds.share(rollout.returns)
+        measures["value/outside_frac"] = parts((share < -ROUNDING) | (share > 1 + ROUNDING), fitted)
     position = 3 * (rollout.mask.cumsum(dim=1) - 1) // rollout.mask.sum(dim=1, keepdim=True).clamp(min=1)
     thirds = {f"value/explained_variance_{name}": fitted & (position == n) for n, name in enumerate(THIRDS)}
     tokens = {"value/explained_variance": fitted, **thirds}
@@ -90,6 +95,17 @@ def measure_values(credited: Credited, total: Callable[[Tensor], Tensor]) -> Mea
     for name, some in tokens.items():
         measures |= finite(name, F.explained_variance(rollout.values, outcomes, some, total))
     return measures
+
+
+def measure_alignment(rollout: Rollout) -> Measures:
+    """Measure the ratios of a rollout's tokens after the actor's steps."""
+    ratio = rollout.value_ratio
+    assert ratio is not None
+    rejected = ratio > F.MAX_ALIGNED_RATIO
+    return {
+        "value/ratio_mean": parts(ratio, rollout.fitted),
+        "value/rejected_frac": parts(rejected, rollout.fitted),
+    }
 
 
 def finite(name: str, number: float) -> Measures:

@@ -4,7 +4,6 @@ Departures from the papers: advantages are 0 on masked columns, and credit passe
 between sampled ones, which are the context of a completion of several turns.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import TypeVar
@@ -15,7 +14,7 @@ from torch import Tensor
 from hfppo.functional.shape_checks import require_rows, require_same_shape
 
 __all__ = [
-    "ADVANTAGE_ESTIMATORS", "estimator_needs", "estimator_whitens", "explained_variance", "gae", "grpo",
+    "ADVANTAGE_ESTIMATORS", "estimator_needs", "estimator_whitens", "gae", "grpo",
     "length_adaptive_lam", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo", "turn_ends",
     "turn_factors", "turn_starts", "whiten", "whitened",
 ]  # fmt: skip
@@ -141,14 +140,9 @@ def length_adaptive_lam(mask: Tensor, alpha: float) -> Tensor:
 
 
 def whiten(
-    x: Tensor,
-    mask: Tensor,
-    shift_mean: bool = True,
-    correction: int = 0,
-    eps: float = 1e-8,
-    total: Callable[[Tensor], Tensor] = torch.sum,
+    x: Tensor, mask: Tensor, correction: int = 0, eps: float = 1e-8, total: Callable[[Tensor], Tensor] = torch.sum
 ) -> Tensor:
-    """Scale to unit variance, and shift to mean 0, over the real tokens of all rows.
+    """Shift to mean 0 and scale to unit variance over the real tokens of all rows.
 
         (x − mean) / √(var + eps),   var = Σ (x − mean)² / (count − correction)
 
@@ -158,7 +152,6 @@ def whiten(
     Args:
         x: (B, T).
         mask: (B, T) bool, True on real tokens.
-        shift_mean: False keeps the mean (reward whitening).
         correction: 1 takes the unbiased variance.
         total: returns the sum of a (B, T) tensor; over the rows of all processes, if they are whitened together.
     Returns:
@@ -168,31 +161,7 @@ def whiten(
     count = total(mask).clamp(min=1)
     mean = total(x.double().where(mask, 0.0)) / count
     var = total((x - mean).square().where(mask, 0.0)) / (count - correction).clamp(min=1)
-    scaled = (x - mean) * torch.rsqrt(var + eps)
-    return (scaled if shift_mean else scaled + mean).where(mask, 0.0)
-
-
-def explained_variance(
-    values: Tensor, returns: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor] = torch.sum
-) -> float:
-    """1 − Var(R − V)/Var(R) over real tokens: 1 is a perfect critic, 0 a constant one, below 0 a harmful one.
-
-    Args:
-        values, returns: (B, T).
-        mask: (B, T) bool, True on real tokens.
-        total: see `whiten`.
-    Returns:
-        A float; NaN when the returns do not vary.
-    """
-    require_same_shape(values=values, returns=returns, mask=mask)
-    count = total(mask)
-
-    def variance(x: Tensor) -> float:
-        mean = total(x.double().where(mask, 0.0)) / count  # in float64, so that equal numbers have the variance 0
-        return float(total((x.double() - mean).square().where(mask, 0.0)) / count)
-
-    of_returns = variance(returns)
-    return 1.0 - variance(returns - values) / of_returns if of_returns > 0 else math.nan
+    return ((x - mean) * torch.rsqrt(var + eps)).where(mask, 0.0)
 
 
 def _completion_rewards(rewards: Tensor, mask: Tensor, **per_row: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Policy and value losses per token, by name in `POLICY_LOSSES`, and the one place where they become a scalar."""
+"""Policy losses per token, by name in `POLICY_LOSSES`, and the one place where they become a scalar."""
 
 import math
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from hfppo.functional.shape_checks import require_same_shape
 
 __all__ = [
     "CLIP_FRACTIONS", "POLICY_LOSSES", "REDUCTIONS", "Clip", "ClipFractions", "cispo_loss", "clip_fractions",
-    "dppo_clip_fractions", "dppo_loss", "gspo_loss", "policy_loss", "reduce", "sapo_loss", "value_clipped",
-    "value_loss",
+    "dis_clip_fractions", "dis_loss", "dppo_clip_fractions", "dppo_loss", "gspo_loss", "policy_loss", "reduce",
+    "sapo_loss",
 ]  # fmt: skip
 
 
@@ -118,6 +118,26 @@ def dppo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip: 
     return surrogate.masked_fill(outside.low | outside.high, 0.0)
 
 
+def dis_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip: Clip) -> Tensor:
+    """The surrogate of the tokens whose ratio lies in a band, whatever the sign of A. arXiv:2607.07508, eq. 1 to 3.
+
+        L = −A·ρ where 1 − ε_low < ρ < 1 + ε_high, and 0 elsewhere
+
+    The paper maximizes sg(f(ρ))·A·log π, which has the same gradient. Its ρ is π/π_rollout, so no pass computes π_old.
+
+    Args:
+        logprobs, old_logprobs, advantages: (B, T).
+        clip: the band; the paper's ε are 0.3 and 5 for mathematics, 0.8 and 3 for code. There is no dual clip.
+    Returns:
+        (B, T), not yet masked. Tokens outside the band stay in the denominator of a mean.
+    Raises:
+        ValueError: shapes that differ.
+    """
+    outside = dis_clip_fractions(logprobs, old_logprobs, advantages, clip)
+    surrogate = -advantages * clamp_log_ratio(logprobs - old_logprobs).exp()
+    return surrogate.masked_fill(outside.low | outside.high, 0.0)
+
+
 # A loss is called with exactly the parameters that its signature names, out of: logprobs, old_logprobs, advantages,
 # mask, clip.
 POLICY_LOSSES: dict[str, Callable[..., Tensor]] = {
@@ -126,6 +146,7 @@ POLICY_LOSSES: dict[str, Callable[..., Tensor]] = {
     "cispo": cispo_loss,
     "sapo": sapo_loss,
     "dppo": dppo_loss,
+    "dis": dis_loss,
 }
 
 
@@ -162,37 +183,23 @@ def dppo_clip_fractions(logprobs: Tensor, old_logprobs: Tensor, advantages: Tens
     return ClipFractions(low, high, dual=torch.zeros_like(low))
 
 
+def dis_clip_fractions(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip: Clip) -> ClipFractions:
+    """Where `dis_loss` is 0: ρ at most 1 − ε_low, or at least 1 + ε_high.
+
+    Args as in `dis_loss`.
+    """
+    require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    ratio = clamp_log_ratio(logprobs - old_logprobs).exp()
+    low = ratio <= 1 - clip.low
+    return ClipFractions(low, ratio >= 1 + clip.high, dual=torch.zeros_like(low))
+
+
 # Where the clip of a loss is active; the other losses have none that is measured.
 CLIP_FRACTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Clip], ClipFractions]] = {
     "ppo": clip_fractions,
     "dppo": dppo_clip_fractions,
+    "dis": dis_clip_fractions,
 }
-
-
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float | None = 0.2) -> Tensor:
-    """The clipped squared error of the critic, per token. arXiv:2403.17031, detail 18.
-
-        V_clip = clip(V, V_old − ε, V_old + ε),   L = ½·max((V − R)², (V_clip − R)²)
-
-    Args:
-        values, old_values, returns: (B, T).
-        clip_range: ε, in units of the return, or None for no clip.
-    Returns:
-        (B, T), not yet masked.
-    Raises:
-        ValueError: shapes that differ.
-    """
-    require_same_shape(values=values, old_values=old_values, returns=returns)
-    error = (values - returns).square()
-    if clip_range is None:
-        return error / 2
-    clipped = torch.max(torch.min(values, old_values + clip_range), old_values - clip_range)
-    return torch.max(error, (clipped - returns).square()) / 2
-
-
-def value_clipped(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float | None = 0.2) -> Tensor:
-    """(B, T) bool: where the clip of `value_loss` raises the loss, so that the value gets no gradient."""
-    return value_loss(values, old_values, returns, clip_range) > value_loss(values, old_values, returns, None)
 
 
 class Counts(NamedTuple):

@@ -1,4 +1,4 @@
-"""Importance weights between the sampler's numerics and the training model's."""
+"""Importance weights between the policy that sampled and the policy that is trained."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from hfppo.functional.kl import clamp_log_ratio
 from hfppo.functional.shape_checks import require_same_shape
 
-__all__ = ["MISMATCH_MODES", "effective_sample_size", "importance_weights"]
+__all__ = ["MAX_ALIGNED_RATIO", "MISMATCH_MODES", "align_returns", "effective_sample_size", "importance_weights"]
 
 MISMATCH_MODES = tuple(
     f"{level}_{bound}" for level in ("token", "sequence") for bound in ("truncate", "mask", "reject")
@@ -53,6 +53,30 @@ def importance_weights(
         return weights.clamp(max=clip_max), mask.clone()
     inside = mask & (weights >= 1 / clip_max) & (weights <= clip_max)
     return weights.where(inside, 0.0), inside if bound == "reject" else mask.clone()
+
+
+MAX_ALIGNED_RATIO = 6.0  # arXiv:2609.26355
+
+
+def align_returns(returns: Tensor, ratio: Tensor, low: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Targets of a critic that learns after the actor: returns weighted by the token's ratio. arXiv:2609.26355.
+
+        ρ_t = π_new(y_t)/π_rollout(y_t),   target_t = low + ρ_t·(R_t − low),   the token counts if ρ_t ≤ 6
+
+    Their mean over samples is the value of a policy that takes this token by π_new and all later ones by π_rollout.
+
+    Args:
+        returns: (B, T), λ = 1 returns.
+        ratio: (B, T), ρ of π_new, the policy after the actor's steps, and of the policy that sampled.
+        low: the lower end of the range of the return.
+    Returns:
+        targets: (B, T).
+        kept: (B, T) bool, True where the value loss counts the token.
+    Raises:
+        ValueError: shapes that differ.
+    """
+    require_same_shape(returns=returns, ratio=ratio)
+    return low + ratio * (returns - low), ratio <= MAX_ALIGNED_RATIO
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor] = torch.sum) -> float:

@@ -57,7 +57,6 @@ class CriticPretraining:
         Raises:
             NonFiniteError: a loss or gradient is NaN or infinite.
         """
-        rollouts = [replace(x, values=x.returns) for x in rollouts]  # a value clip around the returns has no effect
         num_training = len(rollouts) - math.ceil(len(rollouts) / HELD_OUT_SHARE)
         training, held_out = rollouts[:num_training], rollouts[num_training:]
         parameters, rate = self.run.model.critic_parameters(), self.run.args.critic_lr
@@ -123,7 +122,7 @@ class CriticPretraining:
                 with autocast(self.run.accelerator):
                     values = model(**inputs, want=Want(policy=False)).values
                 assert batch.returns is not None
-                loss = F.value_loss(values, values, batch.returns, clip_range=None)
+                loss = F.value_loss(values, batch.returns)
                 returns = parts(batch.returns, batch.fitted)
                 meter.update({"value/loss": parts(loss, batch.fitted), "value/return_std": returns})
         found = meter.read()

@@ -40,9 +40,8 @@ def ppo_terms(outputs: TokenOutputs, batch: Rollout, args: PPOConfig, clip: F.Cl
     if outputs.router_loss is not None:
         per_token = outputs.router_loss.expand(batch.loss_mask.shape)  # adds up to a mean weighted by tokens
         terms.append(LossTerm("aux", 1.0, per_token, reduction="token-mean"))
-    if outputs.values is not None and batch.values is not None and batch.returns is not None:
-        loss = F.value_loss(outputs.values, batch.values, batch.returns, args.cliprange_value)
-        terms.append(LossTerm("value/loss", args.vf_coef, loss, of_critic=True))
+    if outputs.values is not None and batch.returns is not None:
+        terms.append(LossTerm("value/loss", args.vf_coef, fit(outputs, batch, args), of_critic=True))
     if outputs.logprobs is not None and args.kl_loss_coef and batch.ref_logprobs is not None:
         kl = F.token_kl(outputs.logprobs, batch.ref_logprobs, args.kl_estimator or "k3")
         terms.append(LossTerm("policy/kl_loss", args.kl_loss_coef, kl))
@@ -64,6 +63,20 @@ def surrogate(logprobs: Tensor, batch: Rollout, name: str, clip: F.Clip) -> Tens
     policy_loss = F.POLICY_LOSSES[name]
     loss = policy_loss(**{name: x for name, x in available.items() if name in signature(policy_loss).parameters})
     return loss if batch.weights is None else loss * batch.weights
+
+
+def fit(outputs: TokenOutputs, batch: Rollout, args: PPOConfig) -> Tensor:
+    """Return the value loss per token, (B, T), 0 on tokens that `align_returns` leaves out."""
+    targets, kept, bounds = batch.returns, None, args.bounds
+    assert targets is not None
+    assert outputs.values is not None
+    if batch.value_ratio is not None:
+        targets, kept = F.align_returns(targets, batch.value_ratio, 0.0 if bounds is None else bounds.low)
+    if bounds is not None and outputs.value_logits is not None:
+        per_token = F.bce_value_loss(outputs.value_logits, targets, bounds)
+    else:
+        per_token = F.value_loss(outputs.values, targets)
+    return per_token if kept is None else per_token.where(kept, 0.0)
 
 
 def ppo_loss(terms: list[LossTerm], batch: Rollout, size: MiniBatchSize, args: PPOConfig, critic_only: bool) -> Tensor:
@@ -108,9 +121,6 @@ def measure_update(
     for term in terms:
         name = term.name if term.name in METRICS else f"loss/{term.name}"
         measures[name] = parts(term.per_token, batch.fitted if term.of_critic else mask)
-    if outputs.values is not None and batch.values is not None and batch.returns is not None:
-        clipped = F.value_clipped(outputs.values.detach(), batch.values, batch.returns, args.cliprange_value)
-        measures["value/clip_frac"] = parts(clipped, batch.fitted)
     if outputs.logprobs is None:
         return measures
     logprobs = outputs.logprobs.detach()

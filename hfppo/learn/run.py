@@ -159,7 +159,7 @@ class StepPlan:
         return cls(
             epoch=epoch,
             policy=epoch < args.num_ppo_epochs and not pretrains,
-            values=epoch < args.critic_epochs or warms_up,
+            values=warms_up or (epoch >= args.num_ppo_epochs if args.critic_follows else epoch < args.critic_epochs),
             warms_up=warms_up,
         )
 

@@ -52,6 +52,7 @@ class TokenOutputs(NamedTuple):
     final_value: Tensor | None = None  # (B,) float32, V after the last token
     base_states: Tensor | None = None  # (N, H) states below the critic's layers, of all real tokens, row after row
     router_loss: Tensor | None = None  # () float32, see `hfppo.models.router_loss`
+    value_logits: Tensor | None = None  # (B, T) float32, z of values σ(z) in a range, for their cross-entropy
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,9 @@ class ActorCritic(PeftModelForCausalLM):
         source = None if critic is None else find_critic(critic)
         config = fit_to_model(peft_config, base)  # a copy: PEFT resolves "all-linear" in place
         on_base = source is not None and source.model == "adapter"
-        of_critic = critic_config(peft_config, base, source.layers) if on_base else peft_config
+        of_critic = peft_config
+        if source is not None and on_base:
+            of_critic = critic_config(source.peft_config or peft_config, base, source.layers)
         base.requires_grad_(False)  # PEFT freezes only the layers that it sees
         with unchanged(base, "peft_config"):
             if on_base:  # the first, as PEFT draws the weights
@@ -267,7 +270,8 @@ class ActorCritic(PeftModelForCausalLM):
         routed = want.policy and want.router_loss and router_coef(self.causal_lm) != 0
         final = want.final_value or want.base_states or routed
         rows = (input_ids, attention_mask, completion_mask.shape[1], final)
-        logprobs = entropy = values = layout = hidden = balance = None
+        logprobs = entropy = layout = hidden = balance = None
+        of_values: dict[str, Tensor] = {}
         with self._record_base_states(want) as recording:
             if want.policy or (want.values and self.critic_is_shared):
                 layout = lay_out(self._language_model, *rows)
@@ -283,16 +287,16 @@ class ActorCritic(PeftModelForCausalLM):
                     if layout is None or not fits(layout, self.critic_trunk):
                         layout = lay_out(self.critic_trunk, *rows)
                     hidden = self._critic_states(layout, attention_mask, base_states)
-                values = self.critic(hidden)[layout.states]  # (B, T + 1)
+                outputs_of_head = self.critic(hidden)[layout.states]  # (B, T + 1)
+                of_values = self.critic.token_values(outputs_of_head, completion_mask, want.final_value)
         if want.base_states:
             self.base_states_dtype = recording.states.dtype
         return TokenOutputs(
             logprobs,
             entropy,
-            values=None if values is None else values[:, :-1].where(completion_mask, 0.0),
-            final_value=None if values is None or not want.final_value else values[:, -1],
             base_states=layout.take(recording.states, attention_mask) if want.base_states else None,
             router_loss=balance,
+            **of_values,
         )
 
     def _policy(

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 from huggingface_hub import hf_hub_download
-from peft import PeftConfig, PeftModel, get_peft_model
+from peft import PeftConfig, PeftModel, get_peft_config, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from peft.utils.error import NoMatchingPeftModuleError
@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from hfppo.functional import ValueRange
 from hfppo.models.adapter_config import describe_adapter, find_differences
 from hfppo.models.adapter_switch import CRITIC
 from hfppo.models.layout import Layout, trunk_of
@@ -70,6 +71,8 @@ class Critic(nn.Module):
         base: name of the other model, kept in the saved folder.
         layers: number of top layers that an "adapter" critic adapts; None: all.
         privileged: whether it reads the column "critic_prompt" in place of the actor's prompt.
+        bounds: the range of the values; None: no bound.
+        has_own_adapter: whether `peft_config` was given for the critic, not taken over from the actor.
     """
 
     def __init__(
@@ -80,11 +83,14 @@ class Critic(nn.Module):
         trunk: PeftModel | None = None,
         base: str | None = None,
         layers: int | None = None,
+        bounds: ValueRange | None = None,
+        has_own_adapter: bool = False,
         privileged: bool = False,
     ):
         super().__init__()
         self.kind, self.base, self.hidden_size = kind, base, hidden_size
-        self.peft_config, self.layers, self.privileged = peft_config, layers, privileged
+        self.peft_config, self.layers, self.bounds = peft_config, layers, bounds
+        self.has_own_adapter, self.privileged = has_own_adapter, privileged
         self.trunk = trunk
         self.value_head = ValueHead(hidden_size)
 
@@ -94,8 +100,31 @@ class Critic(nn.Module):
         return self.peft_config is None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the (…,) values of (…, H) hidden states; "shared_detached" keeps the value loss from the actor."""
+        """Return the head's (…,) outputs for (…, H) hidden states, which `values` bounds.
+
+        "shared_detached" keeps the value loss from the actor.
+        """
         return self.value_head(hidden.detach() if self.kind == "shared_detached" else hidden)
+
+    def values(self, outputs: Tensor) -> Tensor:
+        """Return the values of the head's outputs, in their shape."""
+        return outputs if self.bounds is None else self.bounds.values(outputs)
+
+    def token_values(self, outputs: Tensor, mask: Tensor, final: bool) -> dict[str, Tensor]:
+        """Return what `TokenOutputs` has about values, by its names.
+
+        Args:
+            outputs: (B, T + 1), the head's before each token and after the last one.
+            mask: (B, T) bool, the completion mask.
+            final: whether to return the value after the last token.
+        """
+        values = self.values(outputs)
+        found = {"values": values[:, :-1].where(mask, 0.0)}
+        if final:
+            found["final_value"] = values[:, -1]
+        if self.bounds is not None and self.bounds.link == "sigmoid":
+            found["value_logits"] = outputs[:, :-1].where(mask, 0.0)
+        return found
 
     def readable(self, layout: Layout) -> Layout:
         """Return a layout whose token ids another model knows; its vocabulary may be padded less than the actor's."""
@@ -115,8 +144,9 @@ class Critic(nn.Module):
         """Return the configuration that is saved next to the weights and compared when they are loaded."""
         adapter = None if self.peft_config is None else describe_adapter(self.peft_config)
         own = {"kind": self.kind, "base": self.base, "hidden_size": self.hidden_size, "peft_config": adapter}
-        more = {"layers": self.layers, "privileged": self.privileged or None}
-        return own | {name: value for name, value in more.items() if value is not None}
+        more = {"layers": self.layers, "value_range": self.bounds and self.bounds._asdict()}
+        more |= {name: getattr(self, name) or None for name in ("has_own_adapter", "privileged")}
+        return own | {name: x for name, x in more.items() if x is not None}
 
     def save(self, folder: str | Path, weights: dict[str, Tensor]) -> None:
         """Write the critic's trained weights, by their names in the file, and the configuration that they fit."""
@@ -141,7 +171,8 @@ class Critic(nn.Module):
         if its != ours:
             raise ValueError(
                 f"{folder} contains a critic with {its}, but this run's critic has {ours}; use the critic, "
-                "critic_layers, peft_config and column critic_prompt it was trained with"
+                "critic_layers, value_range, value_loss, peft_config, critic_peft_config and column critic_prompt it "
+                "was trained with"
             )
         weights = load_file(Path(folder) / CRITIC_WEIGHTS)
         if other := sorted(weights.keys() ^ set(names)):
@@ -165,7 +196,14 @@ class CriticSource:
     model: str | PreTrainedModel  # one of CRITIC_KINDS, or a loaded model
     folder: Path | None = None  # the folder of its trained weights
     layers: int | None = None  # number of top layers that an "adapter" critic adapts; None: all
+    bounds: ValueRange | None = None  # the range of the values; None: no bound
+    peft_config: PeftConfig | None = None  # of its adapter; None: as the actor's
     privileged: bool = False  # whether it reads the column "critic_prompt"
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the critic reads the actor's hidden states."""
+        return self.model in CRITIC_KINDS[1:]
 
     def with_layers(self, layers: int | None, actor: PreTrainedModel | PeftModel) -> "CriticSource":
         """Return the source of a critic that adapts this many layers.
@@ -202,6 +240,14 @@ class CriticSource:
             )
         return replace(self, privileged=privileged)
 
+    def with_bounds(self, bounds: ValueRange | None) -> "CriticSource":
+        """Return the source of a critic with values in this range."""
+        return replace(self, bounds=bounds)
+
+    def with_adapter(self, config: PeftConfig) -> "CriticSource":
+        """Return the source of a critic with this adapter."""
+        return replace(self, peft_config=config)
+
 
 def find_critic(critic: str | PreTrainedModel | CriticSource, **init_kwargs: object) -> CriticSource:
     """Resolve the `critic` argument, and load the model if it names one.
@@ -225,8 +271,11 @@ def find_critic(critic: str | PreTrainedModel | CriticSource, **init_kwargs: obj
         saved = json.loads((folder / CRITIC_CONFIG).read_text(encoding="utf-8"))
         of_base = {name: value for name, value in init_kwargs.items() if name != "revision"}
         base = saved["base"] if saved["kind"] == "model" else saved["kind"]
-        model = find_critic(base, **of_base).model
-        return CriticSource(model, folder, saved.get("layers"), saved.get("privileged", False))
+        bounds = ValueRange(**saved["value_range"]) if "value_range" in saved else None
+        adapter = {name: x for name, x in (saved["peft_config"] or {}).items() if x is not None}
+        config = get_peft_config(adapter) if saved.get("has_own_adapter") else None
+        more = {"bounds": bounds, "peft_config": config, "privileged": saved.get("privileged", False)}
+        return CriticSource(find_critic(base, **of_base).model, folder, saved.get("layers"), **more)
     if adapter_config(critic, **options) is not None:
         raise ValueError(f"critic={critic!r} is an adapter; merge it into its base, save that, and give its folder")
     try:
@@ -265,7 +314,8 @@ def find_saved_critic(name: str, **options: Any) -> Path | None:
 def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftConfig) -> Critic:
     """Build the critic with new weights; the adapter of an "adapter" critic is on the base already.
 
-    On another model, for instance the reward model, the value head starts from the score head.
+    On another model, for instance the reward model, the value head starts from the score head. Values in a range start
+    in its middle: a score is no output of their head.
 
     Args:
         peft_config: the critic's, if its adapter is on the base; otherwise the actor's.
@@ -273,13 +323,14 @@ def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftC
         ValueError: the model's layers are spread over devices, or another model's embeddings were resized.
     """
     own = isinstance(source.model, PreTrainedModel)
+    has_own = source.peft_config is not None
+    more: dict[str, Any] = {"bounds": source.bounds, "privileged": source.privileged, "has_own_adapter": has_own}
     model = cast(PreTrainedModel, source.model) if own else base
     check_placement("critic", model)
     if not own:
         config = peft_config if source.model == "adapter" else None
         width = width_of(base.get_output_embeddings(), base)
-        kind = cast(str, source.model)
-        return Critic(kind, width, config, layers=source.layers, privileged=source.privileged).to(base.device)
+        return Critic(cast(str, source.model), width, config, layers=source.layers, **more).to(base.device)
     head = getattr(model, "score", None)
     model.config.return_dict = True  # outputs are read by name
     if is_resized(model, None):
@@ -287,15 +338,15 @@ def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftC
             f"critic has another vocabulary than {model.config.name_or_path!r}, but a saved run loads it from there; "
             "save it with save_pretrained, and give that folder"
         )
-    copied, config = shared_copy(model).requires_grad_(False), critic_config(peft_config, model, None)
+    copied = shared_copy(model).requires_grad_(False)
+    config = critic_config(source.peft_config or peft_config, model, None)
     with only_adaptable(copied, None):
         trunk = get_peft_model(copied, config, adapter_name=CRITIC)
     trunk.set_requires_grad(CRITIC)
     trunk.base_model.model = trunk_of(copied)
-    name, width = model.config.name_or_path, width_of(head, model)
-    built = Critic("model", width, config, trunk, base=name, privileged=source.privileged)
+    built = Critic("model", width_of(head, model), config, trunk, model.config.name_or_path, **more)
     built.value_head.to(base.device)
-    if isinstance(head, nn.Linear) and head.out_features == 1:
+    if isinstance(head, nn.Linear) and head.out_features == 1 and source.bounds is None:
         with torch.no_grad():
             built.value_head.weight.copy_(head.weight)
     return built
@@ -307,9 +358,10 @@ def width_of(head: nn.Module | None, model: PreTrainedModel) -> int:
 
 
 def critic_config(peft_config: PeftConfig, model: PreTrainedModel, top: int | None) -> PeftConfig:
-    """Return the configuration of a critic's adapter, which is like the actor's.
+    """Return the configuration of a critic's adapter.
 
     Args:
+        peft_config: the critic's own, or the actor's.
         top: how many layers to adapt, the top ones and nothing else; None: all that the actor's adapts.
     """
     config: Any = fit_to_model(peft_config, model)

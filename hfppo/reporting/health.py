@@ -67,8 +67,10 @@ def first_ratio(run: RecentLogs, limit: float = 0.05) -> str | None:
     Logits of SmolLM2 rounded to bfloat16 move its log-probs by 0.023 nats in the mean and by up to 0.16, so two passes
     that round apart differ by √2 · 0.023 = 0.033 in the mean. Eight times finer, float16 and TF32 give 0.004.
     """
+    fact = run.above("policy/first_ratio_deviation_mean", limit if run.dtype == torch.bfloat16 else limit / 5)
+    is_older = run.args.policy_mode == "bypass" and run.args.rollouts_ahead  # the sampler's policy
     return run.explain(
-        run.above("policy/first_ratio_deviation_mean", limit if run.dtype == torch.bfloat16 else limit / 5),
+        None if is_older else fact,
         "before a rollout's first update the ratio must be 1, but its pass and the update's pass disagree",
         "noise in the model, such as dropout in a module of its own; half precision; a sampler with other numerics",
         "take the noise out; load the base in float32 by {model_init_kwargs}; {policy_mode} must not be 'bypass'",
@@ -167,8 +169,17 @@ def explained_variance(run: RecentLogs, limit: float = -0.2) -> str | None:
     )
 
 
+def outside_range(run: RecentLogs, limit: float = 0.0) -> str | None:
+    return run.explain(
+        run.above("value/outside_frac", limit),
+        "the critic cannot reach some returns, and their advantages are biased",
+        "scores or penalties outside the range; a range of the score where several rewards add up",
+        "widen {value_range} to the least and the largest sum of all rewards that follow",
+    )
+
+
 # Consecutive rollouts with a problem before its warning. A critic starts as a constant, so it gets ten.
-AT_ONCE = (clip_fraction, first_ratio, sampler_mismatch, unscorable, dropped_answers)
+AT_ONCE = (clip_fraction, first_ratio, sampler_mismatch, unscorable, dropped_answers, outside_range)
 LASTING = (kl_to_the_reference, entropy_collapse, truncation, no_signal, no_signal_within_prompts)
 CHECKS = {**dict.fromkeys(AT_ONCE, 1), **dict.fromkeys(LASTING, 3), explained_variance: 10}
 

@@ -168,6 +168,7 @@ def rollout_settings(run: RunDescription) -> dict[str, Any]:
     inherited = {f.name for f in fields(TrainingArguments)} - {"bf16", "fp16", "seed"}
     saved = {**run.settings, **run.structure}
     values = {f.name: saved[f.name] for f in fields(PPOConfig) if f.name in saved.keys() - inherited - LEFT_OUT}
+    values["policy_mode"] = "decoupled"
     values["chat_template_kwargs"] = {CLOCK: run.run_date, **(values.get("chat_template_kwargs") or {})}
     values["fp16"] = values["fp16"] and torch.cuda.is_available()  # a CPU has no autocast in float16
     values["use_cpu"] = not torch.accelerator.is_available()  # Trainer asks for it with bf16

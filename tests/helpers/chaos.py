@@ -68,6 +68,7 @@ VARIANTS = {
         {"advantage_estimator": "grpo", "num_generations": 2, "prompt_candidates": 3, "save_steps": 2},
         "adapter",
     ),
+    "aligned": ({"critic_update": "policy_aligned", "lam_critic": 1.0}, "adapter"),
     "ahead": ({"rollouts_ahead": 1}, "adapter"),
     "chosen ahead": ({"rollouts_ahead": 1, "prompt_candidates": 3}, "adapter"),
     # Four steps per rollout: all checkpoints fall between the updates of one.

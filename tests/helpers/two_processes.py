@@ -54,7 +54,10 @@ VARIANTS = [
         "policy_mode": "bypass",
         "bootstrap_truncated": True,
         "critic_layers": 1,
-        "whiten_rewards": True,
+        "value_range": [-1.0, 3.0],
+        "value_loss": "bce",
+        "kl_coef": 0.0,
+        "critic_update": "policy_aligned",
         "lam_critic": 1.0,
         "stop_at": 1e-3,
         "entropy_coef": 0.01,
@@ -67,8 +70,10 @@ TOLD = DATASET.map(lambda row: {"critic_prompt": f"{row['answer']}！{row['promp
 
 
 def make(name: str, talks: bool = False, privileged: bool = False, stop_at: float = math.inf, **config) -> PPOTrainer:
-    callbacks = [AdaptiveKLCallback(target=0.01, horizon=100), stops_at_kl(stop_at)]
     config = {**CONFIG, **config}
+    callbacks = [stops_at_kl(stop_at)]
+    if config.get("kl_coef") != 0:
+        callbacks.append(AdaptiveKLCallback(target=0.01, horizon=100))
     if talks:
         trainer = talking_trainer(OUT / name, config, eval_dataset=TALK.select(range(7)), callbacks=callbacks)
     else:
