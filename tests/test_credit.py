@@ -133,7 +133,7 @@ def test_explained_variance_is_of_outcomes_and_not_of_targets_with_values_in_the
     assert rollout.values is not None
     assert rollout.returns is not None
     assert F.explained_variance(rollout.values, rollout.returns, rollout.mask) == pytest.approx(0.907, abs=1e-3)
-    measured = Meter(measure_values(credited, torch.sum)).read()
+    measured = Meter(measure_values(credited, None, torch.sum)).read()
     assert measured["value/explained_variance"] == pytest.approx(-1.0, abs=1e-4)
 
 
@@ -141,7 +141,7 @@ def test_explained_variance_by_thirds_of_each_completion():
     """Values know the outcome in the last third, nothing in the first, and the half of it in the middle."""
     values = [[0.5] * 2 + [0.25] * 2 + [0.0] * 2, [0.5] * 4 + [0.75] * 4 + [1.0] * 4]
     credited = credit([Completion([s], [0.0] * len(v), v) for s, v in zip((0.0, 1.0), values, strict=True)], lam=1.0)
-    measured = Meter(measure_values(credited, torch.sum)).read()
+    measured = Meter(measure_values(credited, None, torch.sum)).read()
     found = [measured[f"value/explained_variance_{third}"] for third in ("first", "middle", "last")]
     assert found == pytest.approx([0.0, 0.75, 1.0])
 

@@ -46,7 +46,7 @@ CALLS = {
     "dis_clip_fractions": lambda x: F.dis_clip_fractions(x.a, x.b, x.c, F.Clip()),
     "value_loss": lambda x: F.value_loss(x.a, x.b),
     "bce_value_loss": lambda x: F.bce_value_loss(x.a, x.b, F.ValueRange(-1.0, 2.0)),
-    "align_returns": lambda x: F.align_returns(x.a, x.b.exp(), 0.5),
+    "align_returns": lambda x: F.align_returns(x.a, x.b.abs(), 0.5),
     "importance_weights": lambda x: F.importance_weights(x.a, x.b, x.mask, "token_mask"),
     "effective_sample_size": lambda x: F.effective_sample_size(x.a, x.mask),
     "reduce": lambda x: tuple(F.reduce(x.b, x.mask, mode, max_length=3) for mode in F.REDUCTIONS),
