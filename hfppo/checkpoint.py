@@ -261,10 +261,9 @@ class PPOCheckpoint:
         before, now = (starting_values(run.settings) for run in (saved, self.run))
         state = replace(state, **{name: value for name, value in now.items() if value != before[name]})
         steps = [UpdateStep(**{**step, "sums": sums_from_dict(step["sums"])}) for step in content["steps"]]
-        found = [content.get("ahead") for content in contents]  # earlier versions had none
         ahead = None
-        if found[0] is not None:
-            plain = found[0] if len(paths) == 1 else self._own_order(found)
+        if content.get("ahead") is not None:  # earlier versions had none
+            plain = content["ahead"] if len(paths) == 1 else self._own_order([one["ahead"] for one in contents])
             ahead = (plain, load_file(paths[0].with_suffix(AHEAD)))
         return Standing(state, metrics, steps, rollout, ahead)
 

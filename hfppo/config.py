@@ -340,6 +340,9 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
         vars(self).update({name: x for name, x in DERIVED.items() if isinstance(getattr(self, name), Derived)})
         check_fields(self, INHERITED)
         derived = [name for name, unset in DERIVED.items() if getattr(self, name) == unset]
+        if self.rollout_size is not None:
+            # Before TrainingArguments makes DeepSpeed's configuration of it, and knows the number of processes.
+            self.gradient_accumulation_steps = accumulation_steps(self)
         self._fill_in()
         unset = [name for name in CHECKPOINTING if getattr(self, name) is None]
         super().__post_init__()
@@ -370,9 +373,6 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
         if self.policy_mode is None:
             otherwise = "token_truncate" if self.rollouts_ahead else "decoupled"
             self.policy_mode = "bypass" if self.policy_loss == "dis" else otherwise
-        if self.rollout_size is not None:
-            # Before TrainingArguments makes DeepSpeed's configuration of it, and knows the number of processes.
-            self.gradient_accumulation_steps = accumulation_steps(self)
         if self.logging_steps is None:
             self.logging_steps = self.updates_per_rollout
         if self.save_steps is None:  # the best evaluation counts only if its step is saved
