@@ -14,7 +14,7 @@ from build_arithmetic_base import main as build
 from safetensors.torch import load_file
 
 from helpers.processes import ROOT
-from helpers.recipes import RECIPES, run_copy
+from helpers.recipes import RECIPES, SHORT, run_copy
 from hfppo import PPOConfig
 
 SHIPPED = RECIPES / "arithmetic"
@@ -75,6 +75,18 @@ def test_the_road_from_demonstrations_to_ppo_in_small(tmp_path, few):
     results = run("ppo", "train.jsonl", "test.jsonl", *flags, "--compute_metrics", "arithmetic.accuracy")
     assert {"before_sampled_accuracy", "after_greedy_accuracy", "after_sampled_rewards/out/mean"} <= results.keys()
     assert load_file(tmp_path / "ppo/out/critic/critic.safetensors")
+
+
+@pytest.mark.parametrize("name", ["bpco", "pact", "sao"])
+def test_ppo_runs_with_the_settings_of_a_paper(tmp_path, few, monkeypatch, name):
+    flags = ["--model_name_or_path", str(SHIPPED / "base"), "--reward_funcs", "arithmetic.right_answer", *SHORT]
+    flags += ["--data_files", few("train.jsonl"), "--num_mini_batches", "1", "--max_completion_length", "8"]
+    config = ["--config", str(RECIPES / f"critics/{name}.yaml"), "--output_dir", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["ppo.py", *config, *flags])
+    runpy.run_path(str(RECIPES / "ppo.py"), run_name="__main__")
+    saved = json.loads((tmp_path / "out/critic/critic_config.json").read_text())
+    links = {"bpco": "arctan", "pact": "sigmoid", "sao": None}
+    assert saved.get("value_range", {}).get("link") == links[name]
 
 
 def test_the_yaml_file_of_ppo_names_functions_and_files_of_a_clone():
