@@ -4,6 +4,7 @@ import re
 import warnings
 from dataclasses import dataclass
 from inspect import signature
+from typing import Any
 
 import torch
 from transformers import TrainerCallback
@@ -12,6 +13,7 @@ from hfppo.config import PPOConfig
 from hfppo.functional import estimator_needs
 from hfppo.support.log_entries import numbers_of
 
+LARGE = 10**9  # parameters of a base for which published runs with LoRA use lower learning rates
 IMPROVEMENT = 0.2  # gain over the first reward that is more than noise, in standard deviations of the first scores
 
 
@@ -27,6 +29,7 @@ class RecentLogs:
     now: dict[str, float]  # the mean over the logs of the last rollout, since single steps are noisy
     args: PPOConfig
     dtype: torch.dtype = torch.float32  # the policy's dtype in its passes
+    num_parameters: int = 0  # of the base
 
     @property
     def improved(self) -> bool:
@@ -49,6 +52,15 @@ class RecentLogs:
             return None
         change = re.sub(r"{(\w+)}", lambda name: f"{name[1]} (now {getattr(self.args, name[1])})", change)
         return f"{fact}: {meaning}. Likely causes, in order: {causes}. To change: {change}"
+
+
+def learning_rate(run: RecentLogs, limit: float = 5e-5) -> str | None:
+    return run.explain(
+        run.above("learning_rate", limit) if run.num_parameters > LARGE else None,
+        "published LoRA runs on a base of more than 1B parameters use 1e-5 to 5e-5; a higher rate may ruin the policy",
+        "the default, which was measured on 135M parameters",
+        "lower {learning_rate}; set {critic_learning_rate} if the critic, whose default is the same, learns slowly",
+    )
 
 
 def clip_fraction(run: RecentLogs, limit: float = 0.3) -> str | None:
@@ -167,7 +179,7 @@ def explained_variance(run: RecentLogs, limit: float = -0.2) -> str | None:
 
 
 # Consecutive rollouts with a problem before its warning. A critic starts as a constant, so it gets ten.
-AT_ONCE = (clip_fraction, first_ratio, sampler_mismatch, unscorable, dropped_answers)
+AT_ONCE = (learning_rate, clip_fraction, first_ratio, sampler_mismatch, unscorable, dropped_answers)
 LASTING = (kl_to_the_reference, entropy_collapse, truncation, no_signal, no_signal_within_prompts)
 CHECKS = {**dict.fromkeys(AT_ONCE, 1), **dict.fromkeys(LASTING, 3), explained_variance: 10}
 
@@ -200,23 +212,24 @@ class HealthCallback(TrainerCallback):
         """Forget an earlier training."""
         self._forget()
 
-    def _read(self, logs: list[dict[str, float]], args: PPOConfig, of_base: torch.dtype) -> RecentLogs:
-        """Read the entries that are new in the log history of a run on a base of this dtype."""
+    def _read(self, logs: list[dict[str, float]], args: PPOConfig, model: Any) -> RecentLogs:
+        """Read the entries that are new in the log history of a run."""
         for log in map(numbers_of, logs[self._num_read :]):
             self._first = log | self._first
             self._recent.append(log)
         self._num_read = len(logs)
         recent = [log for log in self._recent if log["step"] > logs[-1]["step"] - args.updates_per_rollout]
         values = {name: [log[name] for log in recent if name in log] for log in recent for name in log}
-        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else of_base
+        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else getattr(model, "dtype", torch.float32)
         self._recent = recent
-        return RecentLogs(self._first, {name: sum(x) / len(x) for name, x in values.items()}, args, dtype)
+        now = {name: sum(x) / len(x) for name, x in values.items()}
+        return RecentLogs(self._first, now, args, dtype, model.num_parameters() if model else 0)
 
     def on_log(self, args, state, control, logs=None, model=None, **kwargs):
         """Judge the last rollout."""
         if not state.is_world_process_zero:
             return
-        run = self._read(state.log_history, args, getattr(model, "dtype", torch.float32))
+        run = self._read(state.log_history, args, model)
         step = state.log_history[-1]["step"]
         for check, patience in CHECKS.items():
             name = check.__name__
