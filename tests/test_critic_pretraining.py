@@ -78,18 +78,24 @@ def test_the_critic_alone_moves(make_trainer):
     assert all(p.grad is None for p in trainer.model.parameters())
 
 
-def test_the_weights_after_the_best_epoch_are_kept(make_trainer):
-    """An epoch without gain is taken back: the next one begins with the best weights so far."""
-    watch = Watch()
+def test_the_best_epochs_average_of_the_weights_is_kept(make_trainer, monkeypatch):
+    """With three steps in an epoch, each moves the average by a third of its distance to the weights."""
+    watch, weights, step = Watch(), [], CriticPretraining.step
+
+    def keep(self, *args):
+        step(self, *args)
+        weights.append(copies(self.run.model))
+
+    monkeypatch.setattr(CriticPretraining, "step", keep)
     trainer = pretrained(make_trainer, {"critic_learning_rate": 2e-2}, callbacks=[watch])
     explained = [entry["critic_pretraining/r2"] for entry in logged_epochs(trainer)]
     best = explained.index(max(explained))
     assert 0 < best < len(explained) - 1, "a later epoch has to be worse"
-    for epoch, weights in enumerate(watch.epochs):
-        best_so_far = watch.epochs[explained.index(max(explained[: epoch + 1]))]
-        assert all(torch.equal(tensor, weights[name]) for name, tensor in best_so_far.items()), epoch
     for name, tensor in watch.first.items():
         assert torch.equal(tensor, watch.epochs[best][name]), name
+        first, second, third = (x[name] for x in weights[:3])
+        average = (8 * watch.epochs[0][name] + 4 * first + 6 * second + 9 * third) / 27
+        torch.testing.assert_close(watch.epochs[1][name], average)
     assert trainer.ppo_state.pretraining_results == {
         "critic_pretraining_r2": max(explained),
         "critic_pretraining_completions": 32,
@@ -117,11 +123,12 @@ def pretrained_to(make_trainer, monkeypatch, explained: list[float], fields: dic
 @pytest.mark.parametrize(
     ("explained", "rates"),
     [
-        ([0.0, 0.1, 0.2, 0.2, 0.1, 0.15], [0.8, 0.8, 0.8, 0.4, 0.2]),  # equal is no gain
-        ([0.0, -0.1, -0.2, 0.1, 0.0, 0.05, 0.1], [0.8, 0.4, 0.2, 0.2, 0.1, 0.05]),
+        ([0.0, 0.1, 0.2, 0.2, 0.1, 0.15, 0.1, 0.2, 0.0], [0.8] * 5 + [0.4] * 3),  # equal is no gain
+        ([0.0, -0.1, -0.2, -0.3, -0.3, -0.2, -0.1], [0.8] * 3 + [0.4] * 3),
+        ([0.0, -0.1, -0.2, 0.1, *[0.0] * 4, 0.2, *[0.1] * 6], [0.8] * 6 + [0.4] * 5 + [0.2] * 3),
     ],
 )
-def test_three_epochs_without_gain_end_it_and_each_halves_the_rate(make_trainer, monkeypatch, explained, rates):
+def test_three_epochs_without_gain_halve_the_rate_and_three_more_end_it(make_trainer, monkeypatch, explained, rates):
     trainer, used = pretrained_to(make_trainer, monkeypatch, explained, {"critic_learning_rate": 0.8})
     assert used == rates
     assert trainer.ppo_state.pretraining_results["critic_pretraining_r2"] == max(explained)
@@ -135,7 +142,7 @@ def test_it_ends_after_the_most_epochs(make_trainer, monkeypatch):
 
 def test_returns_that_do_not_vary_end_it(make_trainer):
     trainer = pretrained(make_trainer, reward_funcs=lambda completions, **_: [1.0] * len(completions))
-    assert [entry["critic_pretraining/r2"] for entry in logged_epochs(trainer)] == [0.0] * 4
+    assert [entry["critic_pretraining/r2"] for entry in logged_epochs(trainer)] == [0.0] * 7
 
 
 def test_r_squared_and_the_loss_are_those_of_the_formulas(make_trainer, monkeypatch):

@@ -73,6 +73,11 @@ def stale(trainer) -> None:
     sampler._sample = from_the_base
 
 
+def large(trainer) -> None:
+    """A base that says it has two billion parameters."""
+    trainer.model.causal_lm.num_parameters = lambda *args, **kwargs: 2 * 10**9
+
+
 class Talkative(TextEnvironment):
     """Answers at a length that no turn leaves room for."""
 
@@ -100,6 +105,9 @@ RUNS = {
     "learning rate × 100": Case(
         {"clip-fraction": "lower learning_rate (now 1.0)"},
         {"learning_rate": 1.0, "max_steps": 16},
+    ),
+    "the rate of a small base": Case(
+        {"learning-rate": "lower learning_rate (now 0.01)"}, ONE_STEP | {"max_steps": 1}, spoil=large
     ),
     "dropout": Case(
         {"first-ratio": "noise in the model, such as dropout", "sampler-mismatch": "mismatch/mean is 1."}, spoil=noisy
@@ -314,6 +322,16 @@ def test_every_check_has_its_section_and_its_row_with_the_limit(page, name):
     assert {heading.lower().replace(" ", "-") for heading in headings} == ANCHORS
     rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", text, flags=re.MULTILINE))
     assert {name: ast.literal_eval(limit) for name, limit in rows.items()} == HealthCallback().limits
+
+
+@pytest.mark.parametrize(
+    ("size", "rate", "told"), [(2 * 10**9, 2e-4, True), (2 * 10**9, 5e-5, False), (10**9, 2e-4, False)]
+)
+def test_a_large_base_has_a_lower_learning_rate(make_trainer, monkeypatch, size, rate, told):
+    trainer = make_trainer(ONE_STEP)
+    monkeypatch.setattr(type(trainer.model.causal_lm), "num_parameters", lambda self: size)
+    messages = Log(trainer, HealthCallback())(1, learning_rate=rate)
+    assert ["learning_rate is 0.0002, above 5e-05: " in message for message in messages] == [True] * told
 
 
 @pytest.mark.parametrize(("estimator", "fails"), [("gae", False), ("grpo", True)])

@@ -3,45 +3,17 @@
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import (
-    GptOssConfig,
-    GptOssForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    set_seed,
-)
 
 from helpers.runs import gradients, logged, untimed_logs
-from helpers.tiny import LORA, tiny_model
+from helpers.tiny import EXPERTS, LORA, tiny_experts, tiny_model
 from hfppo import ActorCritic
 from hfppo.models.actor_critic import Want
 
-SHAPE = {"vocab_size": 26, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "eos_token_id": 1}
-SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "initializer_range": 0.3}
-SHAPE |= {"pad_token_id": 0, "bos_token_id": None, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.5}
-KINDS = {
-    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4}),
-    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {"num_experts": 4, "moe_intermediate_size": 16}),
-    "gpt_oss": (
-        GptOssForCausalLM,
-        GptOssConfig,
-        {"num_local_experts": 4, "rope_parameters": {"rope_type": "default"}},
-    ),
-}
 
-
-def experts(kind: str, routed: bool = True):
-    set_seed(0)
-    model, config, more = KINDS[kind]
-    return model(config(**SHAPE, **more, output_router_logits=routed))
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EXPERTS)
 @pytest.mark.parametrize("prompt", [3, 20], ids=["rows apart", "a tree"])
 def test_it_is_that_of_transformers_on_the_same_tokens(kind, prompt):
-    model = ActorCritic(experts(kind), LORA, "shared").eval()
+    model = ActorCritic(tiny_experts(kind), LORA, "shared").eval()
     ids = torch.arange(2, 2 + prompt + 4).remainder(20).add(2).repeat(3, 1)
     ids[1:, -4:] += 1
     ids[2, -2:] += 1
@@ -54,15 +26,15 @@ def test_it_is_that_of_transformers_on_the_same_tokens(kind, prompt):
     assert_close(got, 0.5 * expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EXPERTS)
 def test_it_is_trained_and_logged_and_the_sampler_agrees(make_trainer, kind):
-    trainer = make_trainer({"max_steps": 2}, model=experts(kind))
+    trainer = make_trainer({"max_steps": 2}, model=tiny_experts(kind))
     trainer.train()
     rollout = trainer.rollout(["1+2=", "3="])
     assert_close(rollout.old_logprobs, rollout.rollout_logprobs, rtol=0.0, atol=1e-4)
     assert all(0.5 < x < 2 for x in logged(trainer, "loss/aux"))
     assert trainer.model.causal_lm.config.output_router_logits
-    without = make_trainer({"max_steps": 2}, model=experts(kind, routed=False))
+    without = make_trainer({"max_steps": 2}, model=tiny_experts(kind, routed=False))
     without.train()
     assert not logged(without, "loss/aux")
     assert untimed_logs(without)[0]["loss"] != untimed_logs(trainer)[0]["loss"]
@@ -73,7 +45,7 @@ def test_it_is_trained_and_logged_and_the_sampler_agrees(make_trainer, kind):
 )
 def test_its_gradient_is_added_once_whatever_the_reduction(make_trainer, changes):
     def gradient(routed: bool):
-        trainer = make_trainer({"max_steps": 1, **changes}, model=experts("mixtral", routed), critic="shared")
+        trainer = make_trainer({"max_steps": 1, **changes}, model=tiny_experts("mixtral", routed), critic="shared")
         if changes.get("activation_checkpointing"):
             trainer.model.train()
             trainer.model.activation_checkpointing_enable()

@@ -62,6 +62,10 @@ UNSERVED = {
     "rank": (lora(r=600), "ranks up to 512, the adapter has r=600; lower it"),
     "rank_pattern": (lora(rank_pattern={"q_proj": 4}), "rank_pattern={'q_proj': 4}; leave it out"),
     "alpha_pattern": (lora(alpha_pattern={"q_proj": 4}), "alpha_pattern={'q_proj': 4}; leave it out"),
+    "parameters": (
+        lora(target_modules=[], target_parameters=["q_proj.weight"]),
+        r"target_parameters=\['q_proj.weight'\]; name only the attention's layers in target_modules",
+    ),
     "IA3": (IA3, "serves LoRA, not IA3Config; use peft.LoraConfig, or set use_vllm=False"),
     "no name": (tiny_model, "the model has no id or path; save it with save_pretrained"),
     "added tokens": (resized, "load the base from '.*base'.*another size than the model's; save the"),

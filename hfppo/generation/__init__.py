@@ -10,6 +10,7 @@ from hfppo.generation.generate import SnapshotSampler, TransformersSampler
 from hfppo.generation.sampler import Sampler, Sampling
 from hfppo.generation.stop_strings import StopStrings
 from hfppo.models.actor_critic import ActorCritic
+from hfppo.models.adapter_switch import ACTOR
 
 
 def configured_sampling(args: PPOConfig, tokenizer: PreTrainedTokenizerBase, eos_ids: list[int]) -> Sampling:
@@ -55,6 +56,11 @@ def keeping_policy(sampler: Sampler) -> Sampler:
     if sampler.keeps_policy:
         return sampler
     if type(sampler) is TransformersSampler:
+        if parameters := getattr(sampler.model.peft_config[ACTOR], "target_parameters", None):
+            raise ValueError(
+                f"rollouts_ahead=1 samples in a second thread, but PEFT adapts target_parameters={sorted(parameters)} "
+                "through a cache that all threads share; set rollouts_ahead=0, or adapt modules only"
+            )
         return SnapshotSampler(sampler)
     raise ValueError(
         f"rollouts_ahead=1 samples while the actor is trained, and {type(sampler).__name__} may read the weights that "

@@ -1,12 +1,12 @@
 """Critic pretraining: fit the critic to the returns of the fixed starting policy, as long as it improves.
 
 VC-PPO, arXiv:2503.01491. Departures from the paper: some rollouts are held out, the number of epochs follows from
-them, and the best weights are kept.
+them, and the best running average of the weights is kept.
 """
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,7 +25,7 @@ from hfppo.rollout import Rollout
 from hfppo.state import PRETRAINING_STREAM
 
 HELD_OUT_SHARE = 8  # one rollout in this many is held out
-PATIENCE = 3  # epochs without gain that end the fit
+PATIENCE = 3  # epochs without gain that halve the rate; as many again end the fit
 MAX_EPOCHS = 50
 
 
@@ -61,25 +61,31 @@ class CriticPretraining:
         training, held_out = rollouts[:num_training], rollouts[num_training:]
         parameters, rate = self.run.model.critic_parameters(), self.run.args.critic_lr
         best, best_epoch, weights = self.r_squared(held_out), 0, copies(parameters)
+        average = [parameter.detach().clone() for parameter in parameters]
         self.log({"critic_pretraining/epoch": 0, "critic_pretraining/r2": best})
         for epoch in range(1, MAX_EPOCHS + 1):
-            loss, r2 = self.train_epoch(training, epoch, rate), self.r_squared(held_out)
+            loss, present = self.train_epoch(training, epoch, rate, average), copies(parameters)
+            restore(parameters, average)
+            r2 = self.r_squared(held_out)
             if r2 > best:
                 best, best_epoch, weights = r2, epoch, copies(parameters)
-            else:  # at a rate that is too high, an epoch may undo the epochs before it
-                restore(parameters, weights)
-                rate /= 2
+            elif epoch == best_epoch + PATIENCE:  # the rate may be too high
+                present, rate = weights, rate / 2
+                restore(average, weights)
             measured = {"epoch": epoch, "loss": loss, "r2": r2}
             self.log({f"critic_pretraining/{name}": value for name, value in measured.items()})
-            if epoch == best_epoch + PATIENCE:
+            if epoch == best_epoch + 2 * PATIENCE:
                 break
+            restore(parameters, present)
+        restore(parameters, weights)
         completions = sum(map(len, rollouts)) * self.run.args.world_size
         results = {"r2": best, "completions": completions, "epochs": epoch}
         return {f"critic_pretraining_{name}": value for name, value in results.items()}
 
-    def train_epoch(self, training: list[Rollout], epoch: int, rate: float) -> float:
-        """Train the critic once on each rollout, and return the mean loss per token.
+    def train_epoch(self, training: list[Rollout], epoch: int, rate: float, average: list[Tensor]) -> float:
+        """Train the critic once on each rollout, update its average, and return the mean loss per token.
 
+        The weights' running average, over about as many steps as an epoch has, overfits later than the weights do.
         The schedule of the learning rate begins with PPO: its warmup, which starts at 0, does not apply here.
         """
         args, scheduled = self.run.args, [group["lr"] for group in self.optimizer.param_groups]
@@ -90,6 +96,8 @@ class CriticPretraining:
             sizes = args.num_mini_batches, seed, args.num_generations, args.process_index
             for index in range(args.num_mini_batches):
                 self.step(rollout.mini_batch(index, *sizes))
+                for mean, parameter in zip(average, self.run.model.critic_parameters(), strict=True):
+                    mean.lerp_(parameter.detach(), 1 / (len(training) * args.num_mini_batches))
         for group, lr in zip(self.optimizer.param_groups, scheduled, strict=True):
             group["lr"] = lr
         return self.run.log.read().get("value/loss", 0.0)
@@ -136,7 +144,7 @@ def copies(parameters: list[nn.Parameter]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def restore(parameters: list[nn.Parameter], weights: list[Tensor]) -> None:
+def restore(parameters: Sequence[Tensor], weights: list[Tensor]) -> None:
     """Copy the weights into the parameters."""
     for parameter, tensor in zip(parameters, weights, strict=True):
         parameter.copy_(tensor)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from hfppo.models.adapter_checks import unchanged
+from hfppo.models.adapter_checks import unchanged, warn_of_left_out
 from hfppo.models.adapter_switch import ACTOR, CRITIC, REFERENCE, AdapterSwitch
 from hfppo.models.critic import (
     CRITIC_FOLDER,
@@ -109,7 +109,7 @@ class ActorCritic(PeftModelForCausalLM):
         if source is not None and on_base:
             of_critic = critic_config(source.peft_config or peft_config, base, source.layers)
         base.requires_grad_(False)  # PEFT freezes only the layers that it sees
-        with unchanged(base, "peft_config"):
+        with unchanged(base, "peft_config"), warn_of_left_out(base, peft_config, config):
             if on_base:  # the first, as PEFT draws the weights
                 with only_adaptable(base, source.layers):
                     self._add(base, CRITIC, of_critic)

@@ -4,16 +4,19 @@ PEFT has some forty methods and adds more with each release, so they are tried, 
 """
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import INCLUDE_LINEAR_LAYERS_SHORTHAND
 from peft.utils.error import NoMatchingPeftModuleError
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hfppo.models.loading import keep_four_bits
+from hfppo.models.loading import expert_weights, keep_four_bits, short_name
 from hfppo.models.modes import eval_mode
 
 SAMPLED = 4096  # numbers compared per weight; an adapter that writes into a weight changes nearly all of them
@@ -49,6 +52,41 @@ def unchanged(base: nn.Module, name: str) -> Iterator[None]:
         raise ValueError(
             f"{name} changes the base when its adapter is made, so the disabled adapter is not the reference policy; "
             "use init_lora_weights=True, 'gaussian' or 'orthogonal', and no variant that rewrites weights"
+        )
+
+
+@contextmanager
+def warn_of_left_out(base: nn.Module, given: PeftConfig, fitted: PeftConfig) -> Iterator[None]:
+    """Warn if the adapter of a mixture of experts, made in the block, leaves out weights that may be meant.
+
+    Fused experts are no modules. For some architectures PEFT takes names of modules for them, and then no longer finds
+    the dense layers and shared experts of the same names.
+
+    Args:
+        given: the configuration as the user gave it; with `target_parameters` it means what it says.
+        fitted: the same after `fit_to_model`.
+    """
+    meant = set(expert_weights(base)) if getattr(given, "target_parameters", None) is None else set()
+    if meant:
+        targets = getattr(given, "target_modules", None) or ()
+        everywhere = str(targets).lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND
+        excluded = tuple(getattr(fitted, "exclude_modules", None) or ())
+        meant |= {
+            f"{path}.weight"
+            for path, module in base.named_modules()
+            if isinstance(module, nn.Linear) and "." in path and not path.endswith(excluded)
+            if everywhere or path.rpartition(".")[2] in targets
+        }
+    weights = {name: base.get_parameter(name) for name in meant}
+    yield
+    layers = [x for x in base.modules() if isinstance(x, BaseTunerLayer)]
+    adapted = {getattr(x.get_base_layer(), getattr(x, "parameter_name", "weight"), None) for x in layers}
+    left_out = {short_name(name) for name, weight in weights.items() if weight not in adapted}
+    if left_out:
+        warnings.warn(
+            f"peft_config adapts a mixture of experts, but not its {', '.join(sorted(left_out))}; name them in "
+            "target_parameters of LoraConfig, or set target_parameters=[] if they are to be left out",
+            stacklevel=2,
         )
 
 

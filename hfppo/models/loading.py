@@ -320,13 +320,18 @@ def default_peft_config() -> LoraConfig:
 
 
 def fit_to_model(config: PeftConfig, model: PreTrainedModel) -> PeftConfig:
-    """Return a copy of an adapter's configuration whose "all-linear" leaves out layers that no adapter can act on.
+    """Return a copy of an adapter's configuration whose "all-linear" fits the model.
 
-    PEFT takes every subclass of nn.Linear. Routers return a choice, and grouped layers multiply by blocks: Llama 4,
-    Phi-MoE, DeepSeek V4. The kernels of a state-space layer read all weights but the first projection's by themselves,
-    past an adapter. PEFT rejects some of them by name.
+    It leaves out layers that no adapter can act on. PEFT takes every subclass of nn.Linear. Routers return a choice,
+    and grouped layers multiply by blocks: Llama 4, Phi-MoE, DeepSeek V4. The kernels of a state-space layer read all
+    weights but the first projection's by themselves, past an adapter. PEFT rejects some of them by name.
+
+    It adds fused experts, which are parameters, not layers. PEFT adds them itself for some architectures only.
     """
     config = copy.deepcopy(config)
+    experts = sorted({short_name(name) for name in expert_weights(model)})
+    if experts and isinstance(config, LoraConfig):
+        config.lora_dropout = 0.0  # dropout is off in training anyway, and PEFT refuses it on parameters
     targets, excluded = (getattr(config, name, None) for name in ("target_modules", "exclude_modules"))
     if str(targets).lower() != INCLUDE_LINEAR_LAYERS_SHORTHAND or isinstance(excluded, str):
         return config
@@ -338,7 +343,21 @@ def fit_to_model(config: PeftConfig, model: PreTrainedModel) -> PeftConfig:
             if inside_kernel or any(part in type(module).__name__ for part in NO_PRODUCT):
                 unfit.add(f"{parent}.{child}")
     config.exclude_modules = sorted(unfit) or None  # type: ignore[attr-defined]
+    if experts and isinstance(config, LoraConfig) and config.target_parameters is None:
+        config.target_parameters = experts
     return config
+
+
+def expert_weights(model: nn.Module) -> Iterator[str]:
+    """Yield the names of a mixture's fused weights: all experts of a layer in one 3-dimensional parameter."""
+    for path, module in model.named_modules():
+        if "Experts" in type(module).__name__:
+            yield from (f"{path}.{name}" for name, x in module.named_parameters(recurse=False) if x.ndim == 3)
+
+
+def short_name(path: str) -> str:
+    """Return the end of a weight's name that its layers have in common, as `target_parameters` compares it."""
+    return ".".join(path.split(".")[-3:])
 
 
 def is_state_space(module: nn.Module) -> bool:

@@ -5,6 +5,7 @@ import warnings
 from dataclasses import dataclass
 from inspect import signature
 from itertools import chain
+from typing import Any
 
 import torch
 from transformers import TrainerCallback
@@ -13,6 +14,7 @@ from hfppo.config import PPOConfig
 from hfppo.functional import estimator_needs
 from hfppo.support.log_entries import numbers_of
 
+LARGE = 10**9  # parameters of a base for which published runs with LoRA use lower learning rates
 IMPROVEMENT = 0.2  # gain over the first reward that is more than noise, in standard deviations of the first scores
 
 
@@ -28,6 +30,7 @@ class RecentLogs:
     now: dict[str, float]  # the mean over the logs of the last rollout, since single steps are noisy
     args: PPOConfig
     dtype: torch.dtype = torch.float32  # the policy's dtype in its passes
+    num_parameters: int = 0  # of the base
 
     @property
     def improved(self) -> bool:
@@ -50,6 +53,15 @@ class RecentLogs:
             return None
         change = re.sub(r"{(\w+)}", lambda name: f"{name[1]} (now {getattr(self.args, name[1])})", change)
         return f"{fact}: {meaning}. Likely causes, in order: {causes}. To change: {change}"
+
+
+def learning_rate(run: RecentLogs, limit: float = 5e-5) -> str | None:
+    return run.explain(
+        run.above("learning_rate", limit) if run.num_parameters > LARGE else None,
+        "published LoRA runs on a base of more than 1B parameters use 1e-5 to 5e-5; a higher rate may ruin the policy",
+        "the default, which was measured on 135M parameters",
+        "lower {learning_rate}; set {critic_learning_rate} if the critic, whose default is the same, learns slowly",
+    )
 
 
 def clip_fraction(run: RecentLogs, limit: float = 0.3) -> str | None:
@@ -179,7 +191,7 @@ def outside_range(run: RecentLogs, limit: float = 0.0) -> str | None:
 
 
 # Consecutive rollouts with a problem before its warning. A critic starts as a constant, so it gets ten.
-AT_ONCE = (clip_fraction, first_ratio, sampler_mismatch, unscorable, dropped_answers, outside_range)
+AT_ONCE = (learning_rate, clip_fraction, first_ratio, sampler_mismatch, unscorable, dropped_answers, outside_range)
 LASTING = (kl_to_the_reference, entropy_collapse, truncation, no_signal, no_signal_within_prompts)
 CHECKS = {**dict.fromkeys(AT_ONCE, 1), **dict.fromkeys(LASTING, 3), explained_variance: 10}
 
@@ -220,18 +232,18 @@ class HealthCallback(TrainerCallback):
                 # `warnings.warn` adds a line of source, and drops equal words in a second run of the process.
                 warnings.warn_explicit(message, HealthWarning, "hfppo", 1)
 
-    def _read(self, log: dict[str, float], args: PPOConfig, model: torch.nn.Module | None) -> RecentLogs:
+    def _read(self, log: dict[str, float], args: PPOConfig, model: Any) -> RecentLogs:
         """Add an entry of the log history."""
         self._first = log | self._first
         self._recent = [
             entry for entry in [*self._recent, log] if entry["step"] > log["step"] - args.updates_per_rollout
         ]
         values = {name: [entry[name] for entry in self._recent if name in entry] for name in {*chain(*self._recent)}}
-        of_base = getattr(model, "dtype", torch.float32)
-        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else of_base
-        return RecentLogs(self._first, {name: sum(x) / len(x) for name, x in values.items()}, args, dtype)
+        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else getattr(model, "dtype", torch.float32)
+        now = {name: sum(x) / len(x) for name, x in values.items()}
+        return RecentLogs(self._first, now, args, dtype, model.num_parameters() if model else 0)
 
-    def _judge(self, log: dict[str, float], args: PPOConfig, model: torch.nn.Module | None) -> list[str]:
+    def _judge(self, log: dict[str, float], args: PPOConfig, model: Any) -> list[str]:
         """Return the warnings that an entry of the log history brings."""
         run = self._read(numbers_of(log), args, model)
         before = len(self.found)

@@ -8,9 +8,13 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
     MllamaForCausalLM,
     MllamaTextConfig,
     OPTConfig,
@@ -19,6 +23,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     set_seed,
 )
 
@@ -154,3 +160,25 @@ def tiny_of_type(name: str, **config) -> PreTrainedModel:
     if name == "mllama_text_model":
         return MllamaForCausalLM(MllamaTextConfig(**fields))
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **fields))
+
+
+# Mixtures of experts, by their type.
+EXPERTS = {
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4}),
+    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {"num_experts": 4, "moe_intermediate_size": 16}),
+    "gpt_oss": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {"num_local_experts": 4, "rope_parameters": {"rope_type": "default"}},
+    ),
+}
+
+
+def tiny_experts(kind: str, routed: bool = True, **config) -> PreTrainedModel:
+    """A mixture of four experts, two of them for a token."""
+    set_seed(0)
+    shape = {"vocab_size": 26, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "eos_token_id": 1}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "initializer_range": 0.3}
+    shape |= {"pad_token_id": 0, "bos_token_id": None, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.5}
+    model, of_kind, more = EXPERTS[kind]
+    return model(of_kind(**{**shape, **more, "output_router_logits": routed, **config}))
