@@ -9,9 +9,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+from hfppo.models.modes import whole
 
 # Settings of an optimizer's groups that no step or schedule changes.
 OWN_SETTINGS = ("weight_decay", "betas", "eps")
@@ -78,4 +79,4 @@ def measure_grad_norms(accelerator: Accelerator, parameters: dict[str, list[nn.P
 def measure_grad_norm(parameters: list[nn.Parameter]) -> Tensor:
     """Return the joint norm of all their gradients."""
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm  # over all shards
+    return whole(norm)

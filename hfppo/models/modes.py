@@ -48,12 +48,16 @@ def copy_whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return whole copies of sharded tensors on the CPU; a collective call."""
     gathering: AbstractContextManager = nullcontext()
     if of_zero := [x for x in tensors.values() if hasattr(x, "ds_id")]:
-        from deepspeed.zero import GatheredParameters
+        import deepspeed
 
-        gathering = GatheredParameters(of_zero)
+        gathering = deepspeed.zero.GatheredParameters(of_zero)
     with gathering, torch.no_grad():
-        whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in tensors.items()}
-        return {name: x.detach().to("cpu", copy=True) for name, x in whole.items()}
+        return {name: whole(x).detach().to("cpu", copy=True) for name, x in tensors.items()}
+
+
+def whole(x: Tensor) -> Tensor:
+    """Return a tensor of FSDP2 whole, on its device; a collective call. Other tensors are returned as they are."""
+    return x.to(x.device_mesh.device_type).full_tensor() if isinstance(x, DTensor) else x
 
 
 def place_model(model: nn.Module, device: torch.device) -> None:
