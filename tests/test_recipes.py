@@ -1,7 +1,9 @@
 """Recipes run from copies of their own files, resume, and refuse bad input by name."""
 
 import json
+import runpy
 import shutil
+import sys
 from itertools import pairwise
 from pathlib import Path
 
