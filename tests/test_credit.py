@@ -133,7 +133,7 @@ def test_explained_variance_is_of_outcomes_and_not_of_targets_with_values_in_the
     assert rollout.values is not None
     assert rollout.returns is not None
     assert F.explained_variance(rollout.values, rollout.returns, rollout.mask) == pytest.approx(0.907, abs=1e-3)
-    measured = Meter(measure_values(credited, lambda rows: rows)).read()
+    measured = Meter(measure_values(credited, None, lambda rows: rows)).read()
     assert measured["value/explained_variance"] == pytest.approx(-1.0, abs=1e-4)
 
 
