@@ -663,7 +663,7 @@ def test_dppo_takes_each_side_from_its_own_argument():
 def test_every_choice_of_the_contract_has_its_name():
     named = {"gae", "grpo", "rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
     assert set(F.ADVANTAGE_ESTIMATORS) == named
-    assert set(F.POLICY_LOSSES) == {"ppo", "gspo", "cispo", "sapo", "dppo"}
+    assert set(F.POLICY_LOSSES) == {"ppo", "gspo", "cispo", "sapo", "dppo", "dis"}
     by_sequence = {"seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"}
     assert set(F.REDUCTIONS) == {"token-mean", *by_sequence}
 
@@ -742,7 +742,7 @@ def test_reduction_without_real_tokens_is_zero(mode):
 
 NUMBERS = ("explained_variance", "effective_sample_size")
 CLIPS = ("clip_fractions", "dppo_clip_fractions", "dis_clip_fractions")
-BOOLS = (*CLIPS, "importance_weights", "turn_ends", "turn_starts")
+BOOLS = (*CLIPS, "align_returns", "importance_weights", "turn_ends", "turn_starts")
 OTHER_DTYPES = {**dict.fromkeys(BOOLS, torch.bool), "turn_factors": torch.float64}  # products round once
 
 

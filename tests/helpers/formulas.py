@@ -80,7 +80,7 @@ CALLS = {
     "dis_clip_fractions": lambda x: dis_clip_fractions(x.a, x.b, x.c, Clip()),
     "value_loss": lambda x: value_loss(x.a, x.b),
     "bce_value_loss": lambda x: bce_value_loss(x.a, x.b, ValueRange(-1.0, 2.0)),
-    "align_returns": lambda x: align_returns(x.a, x.b.exp(), 0.5),
+    "align_returns": lambda x: align_returns(x.a, x.b.abs(), 0.5),
     "importance_weights": lambda x: importance_weights(x.a, x.b, x.mask, "token_mask"),
     "effective_sample_size": lambda x: effective_sample_size(x.a, x.mask),
     "reduce": lambda x: tuple(reduce(x.b, x.mask, mode, max_length=3) for mode in REDUCTIONS),
