@@ -16,7 +16,8 @@ quick = settings(max_examples=15, deadline=None, database=None, derandomize=True
 # Weights are not negative, and the variance of two numbers that are nearly equal has no digits left.
 NOT_ANY_NUMBER = ("effective_sample_size", "explained_variance")
 # At a threshold, where a rounding decides.
-DECIDE = ("clip_fractions", "dppo_loss", "dppo_clip_fractions", "dis_loss", "dis_clip_fractions", "importance_weights")
+DECIDE = ("clip_fractions", "dppo_loss", "dppo_clip_fractions", "dis_loss", "dis_clip_fractions")
+DECIDE += ("importance_weights", "align_returns")
 
 
 @st.composite
