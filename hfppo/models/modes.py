@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -57,7 +57,7 @@ def copy_whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def whole(x: Tensor) -> Tensor:
     """Return a tensor of FSDP2 whole, on its device; a collective call. Other tensors are returned as they are."""
-    return x.to(x.device_mesh.device_type).full_tensor() if isinstance(x, DTensor) else x
+    return cast(DTensor, x.to(x.device_mesh.device_type)).full_tensor() if isinstance(x, DTensor) else x
 
 
 def place_model(model: nn.Module, device: torch.device) -> None:
