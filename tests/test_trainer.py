@@ -19,9 +19,9 @@ from hfppo.rollout import Rollout
 def test_every_epoch_of_every_rollout_has_an_order_of_its_own(make_trainer, monkeypatch):
     seeds, take = [], Rollout.mini_batch
 
-    def noting(rollout, index, number, seed, group_size):
+    def noting(rollout, index, number, seed, *sizes):
         seeds.append(seed)
-        return take(rollout, index, number, seed, group_size)
+        return take(rollout, index, number, seed, *sizes)
 
     monkeypatch.setattr(Rollout, "mini_batch", noting)
     make_trainer({"max_steps": 8}).train()
