@@ -176,9 +176,12 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
         None, "Maximum tokens of a turn of the model, with tools or environments; None: no limit."
     )
     max_tool_calling_iterations: Count | None = option(
-        None, "Rounds of tool calls, or steps of an environment, per completion; None: no limit (GRPO)."
+        None,
+        "Rounds of tool calls, steps of an environment, or calls of an agent, per completion; None: no limit (GRPO).",
     )
-    tool_timeout: Positive | None = option(None, "Seconds for one call of a tool or an environment; None: no limit.")
+    tool_timeout: Positive | None = option(
+        None, "Seconds for one call of a tool or an environment, or for an agent's episode; None: no limit."
+    )
     temperature: Positive = option(1.0, "Divides the logits in every pass: sampling, old, reference, update (GRPO).")
     chat_template_kwargs: dict[str, Any] | str | None = option(
         None, "Passed to `apply_chat_template`, for example {'enable_thinking': false} (GRPO)."

@@ -2,9 +2,10 @@
 
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from typing import Any, TypeAlias, cast
 
@@ -18,6 +19,7 @@ from hfppo.config import PPOConfig
 from hfppo.data.chat_template import CLOCK, RunDate, find_turn_end
 from hfppo.data.prompt_stream import EvalDataset, PromptStream
 from hfppo.data.prompts import CRITIC_PROMPT, Prompts
+from hfppo.endpoint.player import Agent, AgentPlayer, load_program
 from hfppo.environments.agents import Agents, EnvironmentFactories, load_agents
 from hfppo.environments.environment import Tool
 from hfppo.environments.episodes import EpisodePlayer, make_player
@@ -69,6 +71,7 @@ class TrainerInputs:
     reward_processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None
     tools: Sequence[Tool] | None = None
     environment_factory: EnvironmentFactories | None = None
+    agent: Agent | None = None
     quantization_config: QuantizationConfigMixin | InitKwargs | None = None
 
     @property
@@ -130,7 +133,10 @@ def load_parts(inputs: TrainerInputs) -> Parts:
         "the padding token": [padding],
         "generation_kwargs['stop_token_ids']": args.stop_token_ids or eos_ids,
     }
-    player = None if agents is None else make_player(agents, eos_ids, args, positions_of(loaded)[0])
+    plays: Callable[..., EpisodePlayer] = EpisodePlayer
+    if inputs.agent is not None:
+        plays = partial(AgentPlayer, is_judge=inputs.reward_funcs is None)
+    player = None if agents is None else make_player(agents, eos_ids, args, positions_of(loaded)[0], plays)
 
     reference = None if inputs.ref_model is None else load_model(inputs.ref_model, "ref_model", **inputs.init_kwargs)
     rewards = reward_functions(inputs, str(loaded.config.name_or_path or ""), agents)
@@ -205,7 +211,11 @@ def load_prompt_maker(inputs: TrainerInputs) -> PromptMaker:
     tokenizer = inputs.processing_class or load_tokenizer(inputs.model, **inputs.of_model)
     date = RunDate.today()
     options: dict[str, Any] = {CLOCK: date, **cast(dict[str, Any], inputs.args.chat_template_kwargs or {})}
-    agents = load_agents(inputs.tools, inputs.environment_factory, tokenizer, inputs.args, options)
+    played_by = inputs.tools, inputs.environment_factory
+    if inputs.agent is None:
+        agents = load_agents(*played_by, tokenizer, inputs.args, options)
+    else:
+        agents = load_program(inputs.agent, *played_by, tokenizer, options)
     options = options if agents is None else agents.chat_format.options
     datasets = by_name(inputs.train_dataset, inputs.eval_dataset)
     reads = columns_read(listed(inputs.reward_funcs), agents)
@@ -213,10 +223,10 @@ def load_prompt_maker(inputs: TrainerInputs) -> PromptMaker:
 
 
 def columns_read(reward_funcs: list[Any], agents: Agents | None) -> frozenset[str]:
-    """Return the parameters of reward functions and of `reset`, some of which are columns."""
-    environments = [] if agents is None else agents.environments
+    """Return the parameters of reward functions, of `reset` and of an agent, some of which are columns."""
+    players = [] if agents is None else [*(one.reset for one in agents.environments), agents.agent]
     names: set[str] = set()
-    for func in [*map(unwrap, reward_funcs), *(one.reset for one in environments)]:
+    for func in map(unwrap, [*reward_funcs, *players]):
         with suppress(TypeError, ValueError):  # the name of a model, or a builtin without a signature
             names |= set(inspect.signature(func).parameters)
     return frozenset(names)

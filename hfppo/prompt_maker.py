@@ -12,7 +12,15 @@ from transformers import PreTrainedTokenizerBase
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import RunDate
 from hfppo.data.prompt_stream import EvalDataset, PromptStream
-from hfppo.data.prompts import EMPTY_PROMPT, Prompts, describe_rows, is_stored, media_columns, prepare_prompts
+from hfppo.data.prompts import (
+    EMPTY_PROMPT,
+    Prompts,
+    describe_rows,
+    has_transform,
+    is_stored,
+    media_columns,
+    prepare_prompts,
+)
 from hfppo.environments.agents import Agents
 from hfppo.support.processes import check_alike
 
@@ -79,6 +87,7 @@ class PromptMaker:
                 "make one with Dataset.from_list([{'prompt': ...}])"
             )
         agents = self.agents
+        has_agent = agents is not None and agents.agent is not None  # which writes its prompts
         dataset = self.without_media(dataset)
         if isinstance(dataset, IterableDataset):
             dataset = Dataset.from_list(list(dataset), features=dataset.features)
@@ -86,7 +95,9 @@ class PromptMaker:
             check_alike({f"{name}: {fact}": value for fact, value in describe_rows(dataset).items()})
         resets = agents is not None and bool(agents.environments)
         adds = resets and "prompt" not in dataset.column_names
-        completed = dataset.add_column("prompt", [EMPTY_PROMPT] * len(dataset)) if adds else dataset
+        empty = [EMPTY_PROMPT] * len(dataset)
+        completed = dataset.add_column("prompt", empty) if adds else dataset
+        completed = Dataset.from_dict({"prompt": empty}) if has_agent else completed
         # One process of each machine tokenizes, and the others read the ids that it has stored.
         with self.args.main_process_first() if is_stored(completed) else nullcontext():
             prompts = prepare_prompts(
@@ -99,6 +110,8 @@ class PromptMaker:
                 for_critic=self.args.needs_critic and not name.startswith(EVAL),
             )
         prompts = prompts.limited(self.args.max_prompt_length, name, may_be_empty)
+        if has_agent:
+            return replace(prompts, rows=dataset if has_transform(dataset) else dataset.with_format(None))
         # `reset` gets the dataset's own columns.
         return replace(prompts, rows=prompts.rows.remove_columns("prompt")) if adds else prompts
 

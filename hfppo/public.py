@@ -5,6 +5,7 @@ from hfppo.callbacks import ClipMetricsCallback as ClipMetricsCallback
 from hfppo.callbacks import PPOCallback as PPOCallback
 from hfppo.callbacks import PPOControl as PPOControl
 from hfppo.config import PPOConfig as PPOConfig
+from hfppo.endpoint.command import Command as Command
 from hfppo.environments.environment import Result as Result
 from hfppo.environments.environment import TextEnvironment as TextEnvironment
 from hfppo.generation.sampler import Sampler as Sampler

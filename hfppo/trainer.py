@@ -36,6 +36,7 @@ from hfppo.config_checks import find_faults_of_range
 from hfppo.data.chat_template import Message
 from hfppo.data.prompt_stream import EvalDataset, PromptStream
 from hfppo.data.prompts import Prompts, dataset_of
+from hfppo.endpoint.player import Agent
 from hfppo.environments.agents import EnvironmentFactories, default_dataset
 from hfppo.environments.environment import Tool
 from hfppo.functional import Clip
@@ -121,6 +122,10 @@ class PPOTrainer(CrashSafeTrainer):
             `hfppo.environments.environment`.
         environment_factory: makes the environment that a completion is played in, as in GRPOTrainer; or several
             factories by the value of the dataset's column "environment".
+        agent: a program that plays each episode by itself, in place of tools and environments: a function, plain or
+            async, or a `Command`. It gets the dataset's columns, `base_url` and `api_key` of an endpoint with OpenAI's
+            interface to the policy, and `seed` and `episode_seed` if it names them. It returns its reward, or None for
+            no score; anything else reaches the reward functions as `outputs`.
         quantization_config: quantization of models given by name.
 
     Raises:
@@ -152,6 +157,7 @@ class PPOTrainer(CrashSafeTrainer):
         reward_processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None,
         tools: Sequence[Tool] | None = None,
         environment_factory: EnvironmentFactories | None = None,
+        agent: Agent | None = None,
         quantization_config: QuantizationConfigMixin | dict[str, Any] | None = None,
     ):
         args = PPOConfig() if args is None else args
@@ -170,6 +176,7 @@ class PPOTrainer(CrashSafeTrainer):
             reward_processing_classes=reward_processing_classes,
             tools=tools,
             environment_factory=environment_factory,
+            agent=agent,
             quantization_config=quantization_config,
         )
         check_types(callbacks=callbacks, compute_metrics=compute_metrics, **vars(inputs))
@@ -188,7 +195,7 @@ class PPOTrainer(CrashSafeTrainer):
             callbacks=[*with_default_callbacks(callbacks, args), hooks],
             compute_metrics=compute_metrics,
         )
-        check_engine(self.accelerator, parts.model, parts.rewards.funcs, args)
+        check_engine(self.accelerator, parts.model, parts.rewards.funcs, args, has_agent=agent is not None)
         if is_initialized():
             end_at_exit()
         self._flop_counter = FlopCounter.of(parts.model)
@@ -402,7 +409,9 @@ class PPOTrainer(CrashSafeTrainer):
         """Add the gradient of a mini-batch, outside of Trainer's loop."""
         return self.training_step(self.model_wrapped, {"pieces": pieces}, size)
 
-    def rollout(self, /, prompts: Sequence[str] | Sequence[list[Message]], **columns: Sequence[object]) -> Rollout:
+    def rollout(
+        self, /, prompts: Sequence[str] | Sequence[list[Message]] | None = None, **columns: Sequence[object]
+    ) -> Rollout:
         """Collect a rollout for given prompts, on the CPU, without changing the state of training.
 
         Advantages are not whitened: with one λ, they are returns − values. An estimator that compares the completions
@@ -410,7 +419,7 @@ class PPOTrainer(CrashSafeTrainer):
         prompts, and equally many different ones.
 
         Args:
-            prompts: texts or conversations.
+            prompts: texts or conversations; None: an agent or an environment writes them.
             columns: further columns for the reward functions, one entry per prompt each. Equal rows form a group. A
                 critic that was trained with `critic_prompt` needs that column.
         Raises:

@@ -68,12 +68,16 @@ def test_a_model_without_chatml_is_refused(tmp_path):
         calculator_tool.load_tokenizer(str(tmp_path))
 
 
-@pytest.mark.parametrize("use_tool", ["true", "false"])
-def test_the_recipe_in_small(monkeypatch, chatml, tmp_path, use_tool):
+@pytest.mark.parametrize("player", ["tools", "nothing", "openai", "openai-agents"])
+def test_the_recipe_in_small(monkeypatch, chatml, tmp_path, player):
+    if player.startswith("openai"):
+        pytest.importorskip("uvicorn")
+        pytest.importorskip("agents")
+    chosen = ["--use_tool", "false"] if player == "nothing" else ["--played_by", player]
     fake_reasoning_gym.install(monkeypatch)
-    flags = ["--model_name_or_path", chatml, "--task", "sums", "--task_config", "{}", "--use_tool", use_tool]
+    flags = ["--model_name_or_path", chatml, "--task", "sums", "--task_config", "{}", *chosen]
     results = run_copy("reasoning/calculator.py", tmp_path, *flags, "--num_test_questions", "4")
     assert 0 <= results["after_sampled_accuracy"] <= results["after_sampled_answered"] <= 1
     assert results["after_greedy_computed"] <= 1
-    assert ("after_greedy_tools/call_frequency" in results) == (use_tool == "true")
+    assert ("after_greedy_tools/call_frequency" in results) == (player != "nothing")
     assert (tmp_path / "out/adapter_model.safetensors").is_file()

@@ -361,6 +361,7 @@ def test_the_best_checkpoint_has_its_final_name(make_trainer, dataset, tmp_path,
         pytest.param(2, 2, 10, ["adapter"], marks=pytest.mark.nightly),
         pytest.param(1, 6, 10, ["ahead", "environment ahead"], marks=pytest.mark.nightly),
         pytest.param(2, 3, 10, ["chosen ahead"], marks=pytest.mark.nightly),
+        pytest.param(2, 3, 10, ["agent"], marks=pytest.mark.nightly),
     ],
 )
 def test_killed_runs_come_back_bit_for_bit(processes, kills, steps, variants):

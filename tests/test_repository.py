@@ -36,6 +36,7 @@ ALLOWED = {
     "rewards": {"data", "functional", "models", "sample", "support"},
     "generation": {"config", "functional", "models", "sample", "state", "support"},
     "environments": {"config", "data", "rewards", "sample", "state", "support"},
+    "endpoint": {"config", "data", "environments", "generation", "rewards", "sample", "state", "support"},
     "prompt_maker": {"config", "data", "environments", "support"},
     "checks": {
         "checkpoint",
@@ -50,7 +51,8 @@ ALLOWED = {
         "trl_names",
     },
     "parts": {
-        *("checks", "config", "data", "environments", "generation", "models", "prompt_maker", "rewards", "support"),
+        *("checks", "config", "data", "endpoint", "environments", "generation", "models", "prompt_maker", "rewards"),
+        "support",
     },
     "checkpoint": {"config", "data", "metrics", "models", "prompt_maker", "rollout", "saving", "state"},
     "callbacks": {"functional", "metrics", "rollout", "state", "support"},

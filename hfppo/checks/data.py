@@ -80,11 +80,16 @@ def checks_keywords(init: Callable[Parameters, None]) -> Callable[Parameters, No
 
 
 def check_candidates(prompts: object, args: PPOConfig, agents: Agents | None) -> None:
-    """Raise ValueError if the dataset has fewer prompts than one rollout considers.
+    """Raise ValueError if the dataset has fewer prompts than one rollout considers, or none that a critic can value.
 
     Environments make new prompts of each, so they are exempt.
     """
     candidates = args.prompt_candidates * args.prompts_per_process * args.world_size
+    if args.prompt_candidates > 1 and args.needs_critic and agents is not None and agents.agent is not None:
+        raise ValueError(
+            f"prompt_candidates={args.prompt_candidates} chooses prompts by the critic before an episode begins, and "
+            "an agent writes its prompt later; leave it out, or set advantage_estimator='grpo'"
+        )
     resets = agents is not None and agents.environments
     if args.prompt_candidates > 1 and isinstance(prompts, Prompts) and not resets and candidates > len(prompts):
         raise ValueError(
@@ -162,12 +167,15 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts], agents: A
         TypeError, ValueError: a function cannot be called with a dataset's columns.
     """
     from_episodes = {"environments"} if agents is not None and agents.environments else set()
+    if agents is not None and agents.agent is not None:
+        from_episodes = {"outputs", *RESERVED_COLUMNS}
+        check_agent(agents.agent, prompts)
     for (name, func), (dataset, some) in product(zip(rewards.names, rewards.funcs, strict=True), prompts.items()):
         if shadowed := sorted(from_episodes & set(some.rows.column_names)):
             raise ValueError(
                 f"{dataset} has a column {shadowed[0]!r}, which reward functions get from the trainer; rename it"
             )
-        if from_episodes and "self" in some.rows.column_names:
+        if "environments" in from_episodes and "self" in some.rows.column_names:
             raise ValueError(f"{dataset} has a column 'self', the name of an argument of reset; rename it")
         check_conversations(name, func, dataset, some)
         columns = {*RESERVED_COLUMNS, *from_episodes, "completion_ids", *some[0][0]} - {"prompt", "completion"}
@@ -188,6 +196,27 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts], agents: A
             ) from error
         except ValueError:  # compiled functions may have no signature
             continue
+
+
+def check_agent(agent: Callable[..., object], prompts: dict[str, Prompts]) -> None:
+    """Raise if an agent cannot be called with the columns of a dataset.
+
+    Raises:
+        TypeError, ValueError: it cannot.
+    """
+    given = {"base_url", "api_key"}
+    for dataset, some in prompts.items():
+        columns = some.rows.column_names
+        if shadowed := sorted({*given, "seed", "episode_seed"} & {*columns}):
+            raise ValueError(f"{dataset} has a column {shadowed[0]!r}, an argument of the agent; rename it")
+        try:
+            named = {*inspect.signature(agent).parameters} & {"seed", "episode_seed"}
+            inspect.signature(agent).bind(**dict.fromkeys({*given, *named, *columns}))
+        except TypeError as error:
+            raise TypeError(
+                f"the agent cannot be called for {dataset}: {error}; it gets {', '.join(sorted({*given, *columns}))} "
+                "by keyword: name the ones it needs, and accept **row"
+            ) from error
 
 
 def check_lengths(name: str, model: PreTrainedModel | PeftModel, longest: int, args: PPOConfig) -> None:

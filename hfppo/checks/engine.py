@@ -26,7 +26,11 @@ ONE_ALONE = ("critic_warmup", "critic_pretraining_completions", "num_critic_epoc
 
 
 def check_engine(
-    accelerator: Accelerator, model: ActorCritic, reward_funcs: list[RewardFunc], args: PPOConfig
+    accelerator: Accelerator,
+    model: ActorCritic,
+    reward_funcs: list[RewardFunc],
+    args: PPOConfig,
+    has_agent: bool = False,
 ) -> None:
     """Raise if the engine cannot train with the settings, before anything is computed.
 
@@ -52,11 +56,11 @@ def check_engine(
     state, kind = accelerator.state, accelerator.distributed_type
     faults |= parallelism_faults(accelerator.parallelism_config)
     if kind == DistributedType.FSDP:
-        faults |= fsdp_faults(accelerator, model, args) | whole_faults("FSDP2", reward_funcs, args)
+        faults |= fsdp_faults(accelerator, model, args) | whole_faults("FSDP2", reward_funcs, args, has_agent)
     elif kind == DistributedType.DEEPSPEED:
         faults |= deepspeed_faults(state.deepspeed_plugin.deepspeed_config, args)
         if state.deepspeed_plugin.zero_stage == 3:
-            faults |= whole_faults("ZeRO-3", reward_funcs, args)
+            faults |= whole_faults("ZeRO-3", reward_funcs, args, has_agent)
     elif args.world_size > 1:
         faults |= ddp_faults(args)
     raise_first(faults)
@@ -91,14 +95,16 @@ def ddp_faults(args: PPOConfig) -> dict[str, object]:
     }
 
 
-def whole_faults(engine: str, reward_funcs: list[RewardFunc], args: PPOConfig) -> dict[str, object]:
+def whole_faults(engine: str, reward_funcs: list[RewardFunc], args: PPOConfig, has_agent: bool) -> dict[str, object]:
     """Return errors of parts that need whole weights, which FSDP2 and ZeRO-3 shard, and whether they are there.
 
-    A shard has one owner, so a second module tree, as of a reward adapter, cannot use the same tensors.
+    A shard has one owner, so a second module tree, as of a reward adapter, cannot use the same tensors. All processes
+    forward together, and agents of different processes call at different times.
     """
     reward_adapter = any(isinstance(unwrap(func), RewardAdapter) for func in reward_funcs)
     parts = {
         "a reward adapter": (reward_adapter, "merge it into its base and give the merged model"),
+        "agent": (has_agent, "give tools or an environment"),
         "vllm_mode='colocate'": (args.use_vllm and args.vllm_mode == "colocate", "set vllm_mode='server'"),
         "rollouts_ahead=1": (args.rollouts_ahead, "set rollouts_ahead=0"),
     }

@@ -124,14 +124,17 @@ def measure_episodes(samples: Sequence[Sample]) -> Measures:
     }
     limits = {limit: torch.tensor([sample.ended is limit for sample in samples]) for limit in LIMITS}
     rewards = [reward for sample in samples for reward in sample.turn_rewards.values()]
+    failed = [sample.counts["failed_agents"] for sample in samples if "failed_agents" in sample.counts]
     return {
+        **({"agent/failed_frac": parts(torch.tensor(failed))} if failed else {}),
         "turns/mean": parts(turns),
         "turns/max": parts(turns),
         **{f"turns/{limit}_frac": parts(reached) for limit, reached in limits.items()},
         "turns/reward": parts(torch.tensor(rewards, dtype=torch.float32)),
         "completions/mean_context_length": parts(torch.tensor([s.sampled.count(False) for s in samples])),
         "tools/malformed_frac": parts(share(counts["malformed"], int(turns.sum()))),
-        "tools/call_frequency": parts(torch.tensor([sample.counts["calls"] for sample in samples])),
+        # An agent runs its calls itself.
+        "tools/call_frequency": parts(torch.tensor([s.counts["calls"] + s.counts["served_calls"] for s in samples])),
         **{f"tools/{name}": parts(share(number, counts["calls"])) for name, number in shares.items()},
     }
 

@@ -226,15 +226,15 @@ def media_columns(dataset: object) -> list[str]:
     return [name for name, feature in features.items() if "decode=True" in repr(feature)]
 
 
-def dataset_of(prompts: Sequence[object], columns: Mapping[str, Sequence[object]]) -> Dataset:
+def dataset_of(prompts: Sequence[object] | None, columns: Mapping[str, Sequence[object]]) -> Dataset:
     """Make a dataset of prompts and their columns.
 
     Raises:
         ValueError: a single prompt is given, not a list.
     """
-    if isinstance(prompts, str) or any(map(is_message, prompts)):
+    if isinstance(prompts, str) or any(map(is_message, prompts or [])):
         raise ValueError(f"prompts={prompts!r} is a single prompt; pass a list of prompts")
-    return Dataset.from_dict({**columns, "prompt": list(prompts)})
+    return Dataset.from_dict({**columns, **({} if prompts is None else {"prompt": list(prompts)})})
 
 
 def check_kinds(prompts: list[Any], first: int, conversational: bool, name: str, column: str) -> None:

@@ -104,6 +104,7 @@ class Agents:
     pools: dict[str | None, EnvironmentPool]
     chat_format: ChatFormat
     by_column: bool  # whether each row names its environment
+    agent: Any = None  # a program of the user that plays the episodes, in place of tools and environments
 
     @property
     def environments(self) -> list[Environment]:
@@ -224,7 +225,7 @@ def check_unused(args: PPOConfig) -> None:
     for field in OF_TURNS:
         if (value := getattr(args, field)) is not None:
             raise ValueError(
-                f"{field}={value!r} is for completions of several turns; pass tools or environment_factory"
+                f"{field}={value!r} is for completions of several turns; pass tools, environment_factory or agent"
             )
 
 

@@ -31,7 +31,7 @@ from hfppo.support.calls import Threads
 # Completes prompts, each with its seed and its maximum number of tokens; greedily without seeds.
 TurnSampler = Callable[[list[list[int]], list[int] | None, list[int]], list[Turn]]
 
-Ask = Callable[["Episode"], Coroutine[Any, Any, Turn]]  # samples the next turn of an episode
+Ask = Callable[[Any], Coroutine[Any, Any, Turn]]  # samples the next turn of an episode
 
 READ = ("prompt_ids", "critic_prompt_ids")  # the prompts of a row, the actor's and the critic's
 
@@ -47,6 +47,7 @@ class Episode(Sample):
     pool: EnvironmentPool = field(kw_only=True)  # the environment's instances
     messages: list[Message] = field(default_factory=list)  # turns and answers; `text` in the end
     lost: bool = False  # whether the environment's state is unknown, so that no other episode may use it
+    error: BaseException | None = None  # of an agent that has failed
 
     def describe(self, method: str) -> str:
         """Return a method of the environment, and the row, for errors."""
@@ -74,6 +75,8 @@ class EpisodePlayer:
     max_prompt: int | None
     alone: bool = True
     threads: Threads = field(default_factory=Threads, init=False)
+    room = None  # number of episodes that run at once; None: all
+    first_patience = math.inf  # seconds that the first ready episodes wait for others
 
     def play(
         self,
@@ -97,10 +100,10 @@ class EpisodePlayer:
             ValueError: a prompt has no tokens, or a reward is not a number.
         """
         episodes = self.begin(rows)
-        patience = math.inf  # the first batch has all rows
+        patience = self.first_patience
         seed = rows[0].seed if self.alone else None
         played = [partial(self.play_one, episode) for episode in episodes]
-        with global_random_numbers(seed), self.threads, Questions(played) as questions:
+        with global_random_numbers(seed), self.threads, Questions(played, self.room) as questions:
             while any_active(questions.wait(patience, timed)):
                 asked = questions.take()
                 # Without a ready row, a process of a sharded model still joins the others' forward passes.
@@ -197,10 +200,7 @@ class EpisodePlayer:
 
     async def reset(self, episode: Episode) -> str | None:
         """Reset the environment of an episode, and return its text."""
-        row = episode.row
-        parameters = inspect.signature(episode.environment.reset).parameters
-        seeds = {"seed": row.environment_seed, "episode_seed": row.seed}
-        columns = {name: seed for name, seed in seeds.items() if name in parameters} | row.columns
+        columns = columns_for(episode.environment.reset, episode.row)
         if self.agents.by_column:
             del columns[COLUMN]
         return replace_halves(joined(await self.call(episode, "reset", **columns)))
@@ -319,16 +319,30 @@ def extended(prompt: list[Message], text: str) -> list[Message]:
     return [*before, {**last, "content": last["content"] + text}]
 
 
-def make_player(agents: Agents, eos_ids: list[int], args: PPOConfig, positions: int | None) -> EpisodePlayer:
+def columns_for(func: Callable[..., object], row: Row) -> dict[str, Any]:
+    """Return a row's columns, and those of its seeds that a function names as parameters."""
+    seeds = {"seed": row.environment_seed, "episode_seed": row.seed}
+    parameters = inspect.signature(func).parameters
+    return {name: seed for name, seed in seeds.items() if name in parameters} | row.columns
+
+
+def make_player(
+    agents: Agents,
+    eos_ids: list[int],
+    args: PPOConfig,
+    positions: int | None,
+    player: Callable[..., EpisodePlayer] = EpisodePlayer,
+) -> EpisodePlayer:
     """Return the player of a run.
 
     Args:
         eos_ids: tokens that end a turn.
         positions: the model's number of positions; None for any number.
+        player: makes it.
     Raises:
         ValueError: the chat template does not fit, see `check_template`.
     """
     chat_format = replace(agents.chat_format, eos_ids=eos_ids)
     check_template(chat_format)
     limits = [args.max_prompt_length, positions and positions - args.max_completion_length]
-    return EpisodePlayer(agents, chat_format, args, min((x for x in limits if x is not None), default=None))
+    return player(agents, chat_format, args, min((x for x in limits if x is not None), default=None))

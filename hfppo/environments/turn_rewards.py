@@ -17,13 +17,13 @@ class EpisodeReward(BatchReward):
     no reward.
 
     Args:
-        environment_class: NoneType for tools without an environment.
+        environment_class: NoneType for tools without an environment, and for an agent.
+        name: the function's name in metrics.
         is_only: whether the run has no other reward function. An episode without a reward then has the score 0.
     """
 
-    def __init__(self, environment_class: type, is_only: bool):
-        self.environment_class, self.is_only = environment_class, is_only
-        self.__name__ = "tools" if environment_class is NoneType else environment_class.__name__
+    def __init__(self, environment_class: type, name: str, is_only: bool):
+        self.environment_class, self.__name__, self.is_only = environment_class, name, is_only
 
     def score_batch(self, batch: RewardBatch, log: Log) -> list[list[float] | None]:
         """Return a reward per token for each episode; None for an episode without a score."""
@@ -48,5 +48,8 @@ def episode_rewards(agents: Agents | None, given: Sequence[object]) -> list[Epis
     """
     if agents is None:
         return []
+    if agents.agent is not None:
+        return [EpisodeReward(NoneType, "agent", is_only=False)]
     classes = dict.fromkeys(type(pool.first) for pool in agents.pools.values())
-    return [EpisodeReward(environment_class, not given) for environment_class in classes]
+    names = {one: "tools" if one is NoneType else one.__name__ for one in classes}
+    return [EpisodeReward(one, name, not given) for one, name in names.items()]

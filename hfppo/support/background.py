@@ -21,6 +21,7 @@ from hfppo.support.calls import call_once, schedule
 MOMENT = 0.005  # seconds; Python handles a Ctrl-C that comes just before a wait only after it
 
 Q = TypeVar("Q")
+Ask = Callable[[Q], Coroutine[Any, Any, Any]]
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 class Asked(Generic[Q]):
     """What a coroutine asks for; it waits until the Future has the answer."""
 
+    number: int  # of the coroutine
     question: Q
     answer: Future
 
@@ -36,20 +38,23 @@ class Asked(Generic[Q]):
 class Questions(Generic[Q]):
     """Coroutines run in the event loop and ask, each at its own pace; the thread that runs this block answers.
 
-    An error of a coroutine is raised by the next `wait`. At the end of the block all coroutines are cancelled.
+    A coroutine is busy unless it has ended, or waits for an answer or for room. An error of a coroutine is raised by
+    the next `wait`. At the end of the block all coroutines are cancelled.
 
     Args:
-        coroutines: each gets a coroutine function to ask with.
+        coroutines: each gets a coroutine function to ask with, in any event loop.
+        room: number of coroutines that run at once; None: all.
     """
 
-    def __init__(self, coroutines: Sequence[Callable[[Callable[[Q], Coroutine[Any, Any, Any]]], Coroutine]]):
+    def __init__(self, coroutines: Sequence[Callable[[Ask[Q]], Coroutine]], room: int | None = None):
         self._changed = threading.Condition()
-        self._asked: dict[int, Asked[Q]] = {}
-        self._busy = len(coroutines)  # coroutines that neither wait for an answer nor have ended
-        self._running = [schedule(coroutine(partial(self._ask, i))) for i, coroutine in enumerate(coroutines)]
+        self._room = asyncio.Semaphore(room or len(coroutines))
+        self._asked: list[Asked[Q]] = []
+        self._waits = [0] * len(coroutines)  # for how many answers, or for room
+        self._running = [schedule(self._run(i, coroutine)) for i, coroutine in enumerate(coroutines)]
         self._later: list[Future] = []  # of `answer_later`
         for future in self._running:
-            future.add_done_callback(lambda _: self._count(-1))
+            future.add_done_callback(lambda _: self._wait_for(0))
 
     def __enter__(self) -> "Questions[Q]":
         return self
@@ -58,16 +63,33 @@ class Questions(Generic[Q]):
         for future in [*self._running, *self._later]:
             future.cancel()
 
-    async def _ask(self, i: int, question: Q) -> Any:
-        answer: Future[Any] = Future()
-        self._asked[i] = Asked(question, answer)
-        self._count(-1)
-        return await asyncio.wrap_future(answer)
+    async def _run(self, number: int, coroutine: Callable[[Ask[Q]], Coroutine]) -> Any:
+        self._wait_for(1, number)
+        async with self._room:
+            self._wait_for(-1, number)
+            return await coroutine(partial(self._ask, number))
 
-    def _count(self, busy: int) -> None:
+    async def _ask(self, number: int, question: Q) -> Any:
+        asked = Asked(number, question, Future())
         with self._changed:
-            self._busy += busy
+            self._asked.append(asked)
+        self._wait_for(1, number)
+        try:
+            return await asyncio.wrap_future(asked.answer)
+        except asyncio.CancelledError:
+            if asked.answer.cancel():  # it is not taken yet
+                self._wait_for(-1, number)
+            raise
+
+    def _wait_for(self, more: int, *numbers: int) -> None:
+        """Note that some coroutines wait for more, or for less."""
+        with self._changed:
+            for number in numbers:
+                self._waits[number] += more
             self._changed.notify()
+
+    def _is_busy(self) -> bool:
+        return not all(n or future.done() for n, future in zip(self._waits, self._running, strict=True))
 
     def _has_promised(self) -> bool:
         return not all(future.done() for future in self._later)
@@ -82,7 +104,7 @@ class Questions(Generic[Q]):
         """
         promised, left = self._has_promised(), math.inf
         with nullcontext() if promised else timed(), self._changed:
-            while (self._busy or promised) and self._has_promised() == promised and left > 0:
+            while (self._is_busy() or promised) and self._has_promised() == promised and left > 0:
                 left = min(left, patience) if self._asked else left
                 start = time.monotonic()
                 self._changed.wait(MOMENT)
@@ -101,12 +123,12 @@ class Questions(Generic[Q]):
     def take(self) -> list[Asked[Q]]:
         """Return what is asked, in the order of the coroutines."""
         with self._changed:
-            taken, self._asked = [self._asked[i] for i in sorted(self._asked)], {}
-        return taken
+            asked, self._asked = sorted(self._asked, key=lambda one: one.number), []
+        return [one for one in asked if one.answer.set_running_or_notify_cancel()]
 
     def answer(self, asked: Sequence[Asked[Q]], answers: Sequence[object]) -> None:
         """Answer some coroutines."""
-        self._count(len(asked))
+        self._wait_for(-1, *(one.number for one in asked))
         for one, answer in zip(asked, answers if asked else [], strict=True):
             one.answer.set_result(answer)
 
@@ -119,7 +141,7 @@ class Questions(Generic[Q]):
             self.answer(asked, await call_once(answers))
 
         self._later.append(schedule(answer()))
-        self._later[-1].add_done_callback(lambda _: self._count(0))
+        self._later[-1].add_done_callback(lambda _: self._wait_for(0))
 
 
 @contextmanager

@@ -9,10 +9,12 @@ The same without the Hub:
         --use_cpu true --model_name_or_path out/smollm2
 
 reasoning-gym draws the questions and scores the last message of each completion. `--use_tool false` asks the same
-questions without the calculator. docs/calculator.md explains the template and the parser.
+questions without the calculator. docs/calculator.md explains the template and the parser. With `--played_by openai` or
+`--played_by openai-agents` an agent of your_agent.py asks the model, as docs/your_agent.md explains.
 """
 
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from calculator_tool import calc, demonstration, load_tokenizer
 from reasoning_tasks import Answers, ReasoningActor, ReasoningArguments, draw_questions, make_reward, make_rows
@@ -27,6 +29,22 @@ class CalculatorArguments(ReasoningArguments):
     """Arguments of this recipe."""
 
     use_tool: bool = field(default=True, metadata={"help": "Whether the model has the calculator."})
+    played_by: Literal["tools", "openai", "openai-agents"] = field(
+        default="tools", metadata={"help": "'tools', or the agent that asks the model."}
+    )
+
+
+def players(script_args: CalculatorArguments, args: PPOConfig) -> dict[str, Any]:
+    """Return the trainer's arguments that play the episodes, and set the limits that they need."""
+    if not script_args.use_tool:  # the YAML file's limits of turns, which are errors without tools
+        args.max_turn_length = args.max_tool_calling_iterations = None
+        return {}
+    if script_args.played_by == "tools":
+        return {"tools": [calc]}
+    import your_agent  # needs openai and openai-agents
+
+    args.max_tool_calling_iterations = your_agent.MOST_CALLS
+    return {"agent": your_agent.loop if script_args.played_by == "openai" else your_agent.openai_agents}
 
 
 class ToolAnswers(Answers):
@@ -45,8 +63,6 @@ def main(script_args: CalculatorArguments, args: PPOConfig, model_args: Reasonin
     train = make_rows(train_drawn, 0, script_args).map(lambda row: {"prompt": shown + row["prompt"]})
     test = make_rows(test_drawn, len(train), script_args).map(lambda row: {"prompt": shown + row["prompt"]})
     reward = make_reward(train_drawn + test_drawn, script_args)
-    if not script_args.use_tool:  # the YAML file's limits of turns, which are errors without tools
-        args.max_turn_length = args.max_tool_calling_iterations = None
     trainer = PPOTrainer(
         model=model_args.model_name_or_path,
         reward_funcs=reward,
@@ -57,7 +73,7 @@ def main(script_args: CalculatorArguments, args: PPOConfig, model_args: Reasonin
         peft_config=actor_config(model_args),
         critic=script_args.critic,
         compute_metrics=ToolAnswers(reward, script_args.answer_pattern),
-        tools=[calc] if script_args.use_tool else None,
+        **players(script_args, args),
     )
 
     def measure(when: str) -> None:

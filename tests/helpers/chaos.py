@@ -25,9 +25,10 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -37,12 +38,14 @@ from datasets import Dataset, disable_progress_bars
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from helpers.agents import Chatter, talking_trainer
+from helpers.endpoint import nodding
 from helpers.processes import freeze_imports
 from helpers.runs import SMALL, final_state, logs, small_trainer, stops_at_kl
 from helpers.tiny import LORA, tiny_model
 from helpers.vllm_runs import Server, save_base
 from hfppo import AdaptiveKLCallback, PPOTrainer
 from hfppo.collect import candidates
+from hfppo.environments import episodes
 from hfppo.generation.vllm import Adapter
 from hfppo.generation.vllm_server import ServerEngine, serve_command
 from hfppo.models.actor_critic import ActorCritic
@@ -74,6 +77,7 @@ VARIANTS = {
     # Four steps per rollout: all checkpoints fall between the updates of one.
     "environment": ({"save_steps": 3, "gamma_turn": 0.9, "lam_turn": 0.7, "max_completion_length": 40}, "adapter"),
     "environment ahead": ({"rollouts_ahead": 1, "save_steps": 3, "max_completion_length": 40}, "adapter"),
+    "agent": ({"save_steps": 3, "max_completion_length": 40}, "adapter"),
     "server ahead": ({"rollouts_ahead": 1, "use_vllm": True, "max_completion_length": 24}, "adapter"),
 }
 UNASKED = [name for name in VARIANTS if name != "server ahead"]  # those that need no vLLM
@@ -111,6 +115,17 @@ class MortalChatter(Chatter):
         return answer
 
 
+def mortal_agent(out: str) -> Callable[..., float]:
+    """An agent that tells the audit hook of each episode, before it ends."""
+
+    def agent(**row: Any) -> float:
+        reward = nodding(**row)
+        sys.audit("turn", out)
+        return reward
+
+    return agent
+
+
 def tell_of_publishing(out: str) -> None:
     """Tell the audit hook of each adapter that the server has loaded."""
     load = ServerEngine.load
@@ -145,6 +160,9 @@ def make_trainer(out: str, variant: str, steps: int) -> PPOTrainer:
     callbacks += [stops_at_kl(0.02)] if variant == "groups" else []
     if variant.startswith("environment"):
         return talking_trainer(out, given, environment_factory=lambda: MortalChatter(out), callbacks=callbacks)
+    if variant == "agent":
+        episodes.PATIENCE = 5.0  # the same batches; others round otherwise
+        return talking_trainer(out, given, environment_factory=None, agent=mortal_agent(out), callbacks=callbacks)
     if variant == "server ahead":
         given |= {"vllm_mode": "server", "vllm_server_base_url": SERVER["url"]}
         tell_of_publishing(out)

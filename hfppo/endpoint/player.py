@@ -1,0 +1,167 @@
+"""Episodes that a program of the user plays, with the policy behind an endpoint."""
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.util import find_spec
+from numbers import Real
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hfppo.data.prompts import EMPTY_PROMPT, Row
+from hfppo.endpoint.command import Command
+from hfppo.endpoint.session import Call, Session
+from hfppo.environments.agents import Agents, EnvironmentPool
+from hfppo.environments.chat_format import make_chat_format, text_message
+from hfppo.environments.environment import finite_reward
+from hfppo.environments.episodes import Ask, Episode, EpisodePlayer, TurnSampler, columns_for
+from hfppo.rewards.reward_func import is_async
+from hfppo.sample import Ended, Turn
+from hfppo.support.calls import MOST_THREADS
+
+Agent = Callable[..., Any]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AgentPlayer(EpisodePlayer):
+    """Plays episodes with a program of the user, which asks the policy over HTTP.
+
+    Args:
+        is_judge: whether the run has no reward function, so that the agent must return numbers.
+    """
+
+    is_judge: bool = field(kw_only=True)
+    first_patience = 1.0  # some agents need long before their first call
+
+    @property
+    def room(self) -> int | None:  # type: ignore[override]
+        """See `EpisodePlayer`; an agent keeps its thread or process to its end."""
+        agent = self.agents.agent
+        return None if is_async(agent) and not isinstance(agent, Command) else MOST_THREADS
+
+    def play(
+        self,
+        rows: Sequence[Row],
+        sample: TurnSampler,
+        greedy: bool,
+        any_active: Callable[[bool], bool],
+        timed: Callable[[], AbstractContextManager],
+        at_once: bool = False,
+    ) -> list[Episode]:
+        """Play an episode for each row; see `EpisodePlayer`.
+
+        Raises:
+            RuntimeError: all agents of a rollout have failed.
+            ValueError: an agent has begun a second conversation.
+        """
+        episodes = super().play(rows, sample, greedy, any_active, timed, at_once)
+        if errors := [episode.error for episode in episodes if episode.error is not None]:
+            failed = f"the agent has failed in {len(errors)} of {len(rows)} episodes"
+            if len(errors) == len(rows) >= self.args.rollout_size_per_process:
+                raise RuntimeError(f"{failed}; the first error: {errors[0]!r}") from errors[0]
+            logger.warning("%s, which have no score; the first error:", failed, exc_info=errors[0])
+        return episodes
+
+    def sample_turns(self, sample: TurnSampler, calls: Sequence[Any], greedy: bool) -> list[Turn]:
+        """Sample the answers to some calls."""
+        if not all(isinstance(call, Call) for call in calls):
+            return []  # nothing is asked; a call that was is withdrawn
+        seeds = None if greedy else [call.seed for call in calls]
+        return sample([call.prompt for call in calls], seeds, [call.budget for call in calls])
+
+    async def play_one(self, episode: Episode, ask: Ask) -> Episode:
+        """Play an episode, from the start of the agent to its end."""
+        from hfppo.endpoint.server import this_server  # needs the extra `endpoint`
+
+        server, value, error = this_server(), None, None
+        session = Session(episode, ask, self.chat_format, self.args, self.max_prompt)
+        key = server.begin(session)
+        try:
+            async with asyncio.timeout(self.args.tool_timeout) as limit:
+                value = await self.run(episode.row, server.url, key)
+                self.check(value)
+        except (Exception, SystemExit) as raised:
+            error = raised
+        finally:
+            await asyncio.wrap_future(server.end(key))
+        if session.fault is not None:
+            raise session.fault
+        if limit.expired():
+            session.ended = Ended.UNFINISHED
+        if episode.turns == 0:
+            await self.fill(episode, ask)
+        elif error is not None and session.ended is not Ended.STOPPED:
+            value, error = 0.0, None  # the policy has reached a limit, which must not be better than a bad answer
+        episode.ended, episode.text, episode.error = session.ended, episode.messages, error
+        episode.failed = error is not None or episode.turns == 0
+        episode.counts["failed_agents"] = int(error is not None)
+        episode.final_reward = value if isinstance(value, Real) else None
+        episode.row = replace(episode.row, columns={**episode.row.columns, "outputs": value})
+        return episode
+
+    async def run(self, row: Row, base_url: str, api_key: str) -> Any:
+        """Run the agent, and return what it returns."""
+        agent = self.agents.agent
+        given = {"base_url": base_url, "api_key": api_key, **columns_for(agent, row)}
+        return await self.threads.call(partial(agent, **given), None, "")
+
+    def check(self, value: object) -> None:
+        """Raise if the agent's value cannot be used.
+
+        Raises:
+            ValueError: it is not a finite number, and no reward function reads anything else.
+        """
+        if isinstance(value, Real) or (self.is_judge and value is not None):
+            finite_reward("agent", value)
+
+    async def fill(self, episode: Episode, ask: Ask) -> None:
+        """Let the policy say one token, which fills the place of an episode without a call."""
+        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+        prompt = self.chat_format.rendered(EMPTY_PROMPT, **options)["input_ids"]
+        turn = await ask(Call(prompt, episode.row.seed, budget=1))
+        columns = {**episode.row.columns, "prompt": EMPTY_PROMPT}
+        episode.row = replace(episode.row, prompt_ids=prompt, columns=columns)
+        episode.append(turn.ids, turn.logprobs)
+        episode.messages = [text_message(self.chat_format.tokenizer, turn.ids)]
+
+
+def load_program(
+    agent: Agent,
+    tools: object,
+    environment_factory: object,
+    tokenizer: PreTrainedTokenizerBase,
+    options: dict[str, Any],
+) -> Agents:
+    """Return an agent in place of the tools and environments of a run.
+
+    Args:
+        tools, environment_factory: the arguments that an agent replaces.
+        options: arguments of the chat template.
+    Raises:
+        ImportError: the server's packages are not installed.
+        TypeError, ValueError: the agent or the chat template cannot be used.
+    """
+    if tools or environment_factory is not None:
+        raise ValueError(
+            "agent plays the episodes by itself; leave tools and environment_factory out, and let the agent offer them"
+        )
+    if inspect.isclass(agent) or not callable(agent):
+        raise TypeError(f"agent={agent!r} cannot be called; pass a function, or a Command with a list of texts")
+    if find_spec("uvicorn") is None or find_spec("starlette") is None:
+        raise ImportError("agent needs a server; install it with: pip install 'hfppo[endpoint]'")
+    if tokenizer.chat_template is None and "chat_template" not in options:
+        raise ValueError("agent needs a chat template; set processing_class.chat_template")
+    eos_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    try:
+        chat_format = make_chat_format(tokenizer, eos_ids, options, with_tools=True)
+    except ValueError as error:
+        logger.info("the agent cannot offer tools to the policy: %s", error)
+        chat_format = make_chat_format(tokenizer, eos_ids, options, with_tools=False)
+    return Agents({}, {None: EnvironmentPool("agent", None, {})}, chat_format, by_column=False, agent=agent)

@@ -1,0 +1,113 @@
+"""Agents of a few lines, and a sampler that answers by a function."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import httpx2
+
+from helpers.agents import EOS, agent_trainer
+from hfppo import Sampler, TextEnvironment, Turn
+
+
+class Saying(Sampler):
+    """Answers a prompt by a function of its text; "…" at the end stands for a turn without EOS."""
+
+    def __init__(self, tokenizer, say: Callable[[str], str]):
+        self.tokenizer, self.say = tokenizer, say
+        self.calls: list[list[str]] = []  # the prompts of each batch
+        self.seeds: list[int] = []
+
+    def __call__(self, prompts, seeds, budgets=None) -> list[Turn]:
+        texts = [self.tokenizer.decode(ids) for ids in prompts]
+        self.calls.append(texts)
+        self.seeds += seeds or []
+        answers = [self.say(text) for text in texts]
+        written = [text.removesuffix("…") + EOS * (not text.endswith("…")) for text in answers]
+        ids = self.tokenizer(written, add_special_tokens=False)["input_ids"]
+        budgets = budgets or [None] * len(ids)
+        eos = [self.tokenizer.eos_token_id]
+        return [Turn.up_to_end(x[:most], [-0.5] * len(x[:most]), eos) for x, most in zip(ids, budgets, strict=True)]
+
+
+def chat(
+    base_url: str, api_key: str, messages: object, timeout: float = 20, retries: int = 0, **more: Any
+) -> httpx2.Response:
+    """Ask the policy, as a client without a library does."""
+    headers = {"Authorization": f"Bearer {api_key}", "x-stainless-retry-count": str(retries)}
+    body = {"model": "policy", "messages": messages, **more}
+    return httpx2.post(f"{base_url}/chat/completions", headers=headers, json=body, timeout=timeout)
+
+
+def said(response: httpx2.Response) -> dict[str, Any]:
+    """Return the policy's message."""
+    return response.raise_for_status().json()["choices"][0]["message"]
+
+
+def saying_trainer(output_dir, agent, say: Callable[[str], str] = lambda prompt: "a", **kwargs):
+    """A trainer with an agent, and `Saying` in place of the sampler."""
+    trainer = agent_trainer(output_dir, agent=agent, **kwargs)
+    trainer.collector = replace(trainer.collector, sampler=Saying(trainer.processing_class, say))
+    return trainer
+
+
+def listening(play: Callable[[Any], Any], asynchronous: bool = False):
+    """An agent that plays by a function of `ask`, which appends to the conversation; row 1 asks once and gets 1.
+
+    `ask` takes text, messages or None to ask the same again, and returns the response.
+    """
+
+    def agent(base_url, api_key, prompt, start, **row):
+        messages = list(prompt)
+
+        def ask(more: str | list | None = None, **settings):
+            messages.extend([{"role": "user", "content": more}] if isinstance(more, str) else more or [])
+            response = chat(base_url, api_key, messages, **settings)
+            if response.is_success:
+                messages.append(said(response))
+            return response
+
+        if start == 1:
+            ask()
+            return 1.0
+        ask.messages, ask.base_url, ask.api_key = messages, base_url, api_key
+        return play(ask)
+
+    async def later(**row):
+        value = agent(**row)
+        return await value if asyncio.iscoroutine(value) else value
+
+    return later if asynchronous else agent
+
+
+def share_of_vowels(text: str) -> float:
+    """Return the share of vowels in a text."""
+    return sum(letter in "aeiou" for letter in text) / max(len(text), 1)
+
+
+class Nodding(TextEnvironment):
+    """Says "yes" to two turns; the reward is the share of vowels in the last one that has ended."""
+
+    def reset(self, **row):
+        self.left, self.reward = 2, 0.0
+
+    def step(self, text):
+        self.left -= 1
+        self.reward = share_of_vowels(text)
+        return "yes", 0.0, self.left == 0, False, {}
+
+    def get_reward(self):
+        return self.reward
+
+
+def nodding(base_url, api_key, prompt, **row) -> float:
+    """Play the same as an agent."""
+    reward, messages = 0.0, list(prompt)
+    for _ in range(2):
+        response = chat(base_url, api_key, messages)
+        if not response.is_success or response.json()["choices"][0]["finish_reason"] == "length":
+            break
+        messages += [said(response), {"role": "user", "content": "yes"}]
+        reward = share_of_vowels(messages[-2]["content"] or "")
+    return reward
