@@ -266,6 +266,7 @@ def test_another_number_of_processes_shares_out_the_rows_prompts_and_metrics(of_
     assert [len(choice["uniform"]) for choice in choices] == [8 // processes] * processes
     sums = [sums_from_dict(one.metrics) for one in found]
     assert values_of(merge(sums)) == {"reward": 3.5}
+    assert merge(sums)["reward"].count == 8
 
 
 def test_what_a_checkpoint_of_another_number_needs(of_two, caplog):

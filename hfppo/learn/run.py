@@ -93,7 +93,7 @@ class Run:
         self.accelerator.unscale_gradients()
         parameters = self.parameters
         norms = measure_grad_norms(self.accelerator, parameters)
-        if "critic" in norms:
+        if "critic" in norms and self.accelerator.is_main_process:  # once: a log may span two numbers of processes
             self.measure({"value/grad_norm": parts(norms["critic"])})
         self.guard.check(norms, self.model, step)
         for name, norm in norms.items():
