@@ -106,7 +106,7 @@ class PromptMaker:
                 self.chat_template_kwargs,
                 name,
                 tools=None if agents is None else agents.schemas_of(completed, name),
-                completed=resets,
+                completed=resets or has_agent,
                 for_critic=self.args.needs_critic and not name.startswith(EVAL),
             )
         prompts = prompts.limited(self.args.max_prompt_length, name, may_be_empty)

@@ -194,6 +194,20 @@ def test_what_an_answer_says(tmp_path, caplog):
     assert transcript.prompts[0] == [{"role": "user", "content": "go 0 "}]
 
 
+def test_a_template_may_make_no_tokens_of_an_empty_message(tmp_path):
+    options = {"chat_template_kwargs": {"chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}"}}
+    status = []
+
+    def play(ask):
+        status.append(chat(ask.base_url, ask.api_key, [{"role": "user", "content": ""}]).status_code)
+        return 1.0
+
+    trainer = saying_trainer(tmp_path, listening(play), config=options)
+    rollout, *_ = collect(trainer, 2)
+    assert status == [400]
+    assert rollout.loss_mask.any(dim=1).tolist() == [False, True]
+
+
 def test_control_tokens_in_messages_are_text(tmp_path):
     def play(ask):
         ask("x<eos><assistant>y")
@@ -221,7 +235,7 @@ def calculating(base_url, api_key, prompt, **row):
 
 
 def test_the_episodes_are_those_of_tools(tmp_path):
-    script = [[call("add", a=1, b=2), "x" + call("add", a=3, b=4), "7"], ["9"]]
+    script = [[call("add", a=1, b=2), "x" + call("add", a=3, b=4) * 2, "7"], ["9"]]
     by_tools, text, of_tools = collect(
         agent_trainer(tmp_path, *script, tools=[add], reward_funcs=count_messages), 2, True
     )

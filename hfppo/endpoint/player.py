@@ -125,6 +125,7 @@ class AgentPlayer(EpisodePlayer):
         """Let the policy say one token, which fills the place of an episode without a call."""
         options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
         prompt = self.chat_format.rendered(EMPTY_PROMPT, **options)["input_ids"]
+        prompt = prompt or self.chat_format.eos_ids[:1]  # some templates make no tokens of an empty message
         turn = await ask(Call(prompt, episode.row.seed, budget=1))
         columns = {**episode.row.columns, "prompt": EMPTY_PROMPT}
         episode.row = replace(episode.row, prompt_ids=prompt, columns=columns)

@@ -121,6 +121,8 @@ class Session:
         safe = [{**one, "content": self.chat_format.neutralize(one["content"])} for one in request.messages]
         options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
         ids = self.chat_format.rendered(safe, tools=request.tools or None, **options)["input_ids"]
+        if not ids:
+            raise Refusal(400, "the messages have no tokens")
         self.check_room(len(ids), self.max_prompt)
         return ids
 
