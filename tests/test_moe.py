@@ -16,7 +16,6 @@ from hfppo.models.adapter_switch import CRITIC
 
 KINDS = ("qwen3_moe", "gpt_oss")  # PEFT finds the experts of the first; its "all-linear" leaves out the other's
 IDS = torch.arange(12).reshape(2, 6) + 3
-ALL = torch.ones_like(IDS)
 SAMPLED = torch.ones(2, 5, dtype=torch.bool)
 
 
@@ -32,16 +31,11 @@ def disturb(model: torch.nn.Module) -> None:
             torch.nn.init.normal_(parameter, std=0.1)
 
 
-def other_critic() -> Qwen3MoeForSequenceClassification:
-    config = tiny_experts("qwen3_moe").config
-    config.num_labels = 1
-    return Qwen3MoeForSequenceClassification(config)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("of", ["actor", "critic", "another critic"])
 def test_every_used_expert_has_a_gradient(kind, of):
-    model = built(kind, other_critic() if of == "another critic" else "adapter")
+    other = Qwen3MoeForSequenceClassification(tiny_experts("qwen3_moe", num_labels=1).config)
+    model = built(kind, other if of == "another critic" else "adapter")
     disturb(model)
     name, trunk = ("default", model.causal_lm) if of == "actor" else (CRITIC, model.critic_trunk)
     used: dict[str, set[int]] = {}
@@ -49,7 +43,7 @@ def test_every_used_expert_has_a_gradient(kind, of):
         if type(module).__name__.endswith("Experts"):
             of_layer = used.setdefault(path.replace(".base_layer", ""), set())
             module.register_forward_pre_hook(lambda _, args, x=of_layer: x.update(args[1].flatten().tolist()))
-    outputs = model(IDS, ALL, SAMPLED, Want(policy=of == "actor", values=of != "actor"))
+    outputs = model(IDS, torch.ones_like(IDS), SAMPLED, Want(policy=of == "actor", values=of != "actor"))
     (outputs.logprobs if of == "actor" else outputs.values.square()).sum().backward()
     assert len(used) == 2
     found = 0
