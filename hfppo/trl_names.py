@@ -51,7 +51,7 @@ REASONS = {
     "an option of the server, with vllm_mode='server'": "vllm_tensor_parallel_size=1",
     "an argument of PPOTrainer": "model reward_funcs args train_dataset eval_dataset processing_class peft_config "
     "ref_model critic critic_peft_config callbacks compute_metrics reward_processing_classes tools "
-    "environment_factory quantization_config",
+    "environment_factory agent quantization_config",
     "PPOTrainer has the model as an argument": "sft_model_path reward_model_path model_adapter_name ref_adapter_name",
     "log_completions prints eight": "num_completions_to_print=*",
     "not available": "cache_implementation dataset_num_proc=* ds3_gather_for_generation=true log_completions_hub_repo "

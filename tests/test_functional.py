@@ -549,7 +549,11 @@ def test_reduction_without_real_tokens_is_zero(mode):
 NUMBERS = ("explained_variance", "effective_sample_size")
 CLIPS = ("clip_fractions", "dppo_clip_fractions", "dis_clip_fractions")
 BOOLS = (*CLIPS, "importance_weights", "turn_ends", "turn_starts")
-OTHER_DTYPES = {**dict.fromkeys(BOOLS, torch.bool), "turn_factors": torch.float64}  # products round once
+OTHER_DTYPES = {
+    **dict.fromkeys(BOOLS, torch.bool),
+    "turn_factors": torch.float64,
+    "align_returns": torch.bool,
+}  # products round once
 
 
 def test_every_public_tensor_function_is_among_the_calls():

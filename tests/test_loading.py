@@ -185,7 +185,10 @@ def test_a_critic_needs_the_tokenizers_ids_and_a_reference_all_of_the_actors(mak
         ("mamba", {"in_proj"}),
         ("nemotron_h", {"in_proj", "q_proj", "k_proj", "v_proj", "o_proj"}),
         ("falcon_h1", {"in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
-        ("llama4_text", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),  # no router
+        (  # no router; two fused weights of the experts, one adapter around the other
+            "llama4_text",
+            {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "experts", "base_layer"},
+        ),
         ("falcon", {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}),  # linear layers of its own class
     ],
 )

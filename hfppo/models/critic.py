@@ -272,7 +272,7 @@ def find_critic(critic: str | PreTrainedModel | CriticSource, **init_kwargs: obj
         of_base = {name: value for name, value in init_kwargs.items() if name != "revision"}
         base = saved["base"] if saved["kind"] == "model" else saved["kind"]
         bounds = ValueRange(**saved["value_range"]) if "value_range" in saved else None
-        adapter = {name: x for name, x in (saved["peft_config"] or {}).items() if x is not None}
+        adapter = {name: x for name, x in (saved.get("peft_config") or {}).items() if x is not None}
         config = get_peft_config(adapter) if saved.get("has_own_adapter") else None
         more = {"bounds": bounds, "peft_config": config, "privileged": saved.get("privileged", False)}
         return CriticSource(find_critic(base, **of_base).model, folder, saved.get("layers"), **more)
