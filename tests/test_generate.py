@@ -149,7 +149,7 @@ def test_numbers_that_are_not_finite_draw_a_token_of_the_vocabulary():
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "grpo"])
-def test_equal_prompts_that_are_candidates_are_a_group(make_trainer, estimator):
+def test_equal_prompts_that_are_looked_at_are_a_group(make_trainer, estimator):
     trainer = make_trainer({"advantage_estimator": estimator, "num_generations": 4, "kl_coef": 0.0})
     rollout = trainer.rollout(["1+1=", "2+2=", "1+1=", "1+1=", "2+2="])
     first = rollout.advantages[:, 0]

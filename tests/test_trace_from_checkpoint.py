@@ -148,7 +148,7 @@ def test_the_command_shows_its_table_and_its_own_warnings_alone(run, tmp_path):
     assert line.startswith("warning: base (")
 
 
-def test_given_completion_is_candidates_instead_of_a_sampled_one(run):
+def test_given_completion_is_looked_at_instead_of_a_sampled_one(run):
     trace, _ = trace_prompt(run.checkpoint, PROMPT, completion="是的", score=1.0)
     assert [row.token for row in trace.table.rows] == ["是", "的", "<eos>"]
     ids = torch.tensor([trace.prompt_ids + trace.completion_ids])
