@@ -173,7 +173,16 @@ class RunPageCallback(PPOCallback):
 def run_data(name: str, traces: Iterable[Trace], **more: Any) -> dict[str, Any]:
     """Return what the page shows of a run; without more, its traces alone."""
     empty: dict[str, Any] = {"curves": {}, "warnings": [], "settings": {}, "versions": {}}
-    return {"name": name, **empty, **more, "traces": [trace.to_json() for trace in traces]}
+    return {"name": name, **empty, **more, "traces": [shorten(trace.to_json()) for trace in traces]}
+
+
+def shorten(numbers: Any) -> Any:
+    """Return plain values with five digits of each float: the page shows four decimals."""
+    if isinstance(numbers, dict):
+        return {name: shorten(x) for name, x in numbers.items()}
+    if isinstance(numbers, list):
+        return [shorten(x) for x in numbers]
+    return float(f"{numbers:.5g}") if isinstance(numbers, float) else numbers
 
 
 def curves(history: Iterable[Mapping[str, float]]) -> dict[str, list[tuple[float, float]]]:
@@ -190,7 +199,7 @@ def thin(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return at most `MOST_POINTS` points: the last step and the mean value of as many neighbours as needed."""
     size = -(-len(points) // MOST_POINTS)
     groups = [points[i : i + size] for i in range(0, len(points), size)]
-    return [(group[-1][0], float(f"{fmean(y for _, y in group):.5g}")) for group in groups]
+    return [(group[-1][0], shorten(fmean(y for _, y in group))) for group in groups]
 
 
 def render_page(runs: list[dict[str, Any]]) -> str:
