@@ -147,14 +147,8 @@ def test_numbers_that_are_not_finite_draw_a_token_of_the_vocabulary():
     assert 0 <= draw(torch.full((1, 70), torch.nan), torch.tensor([[0.5]], dtype=torch.float64)).item() < 70
 
 
-<<<<<<< HEAD
 def test_equal_prompts_that_are_looked_at_are_a_group(make_trainer):
     trainer = make_trainer({"advantage_estimator": "grpo", "num_generations": 4, "kl_coef": 0.0})
-=======
-@pytest.mark.parametrize("estimator", ["rloo", "grpo"])
-def test_equal_prompts_that_are_looked_at_are_a_group(make_trainer, estimator):
-    trainer = make_trainer({"advantage_estimator": estimator, "num_generations": 4, "kl_coef": 0.0})
->>>>>>> w-priv
     rollout = trainer.rollout(["1+1=", "2+2=", "1+1=", "1+1=", "2+2="])
     first = rollout.advantages[:, 0]
     for rows in ([0, 2, 3], [1, 4]):

@@ -108,21 +108,6 @@ def test_another_base_than_the_runs_is_warned_of(run, tmp_path, caplog):
     assert all("is not the run's" in message for message in caplog.messages)
 
 
-<<<<<<< HEAD
-=======
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_the_command_shows_its_table_and_its_own_warnings_alone(run, tmp_path):
-    tiny_model(seed=7).save_pretrained(tmp_path / "other")
-    command = [sys.executable, "-m", "hfppo.token_trace", run.checkpoint, PROMPT, "--base", tmp_path / "other"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert shown.returncode == 0
-    assert "π_old" in shown.stdout
-    (line,) = [line for line in shown.stderr.splitlines() if line.startswith("warning: ")]
-    assert line.startswith("warning: base (")
-
-
->>>>>>> w-priv
 def test_given_completion_is_looked_at_instead_of_a_sampled_one(run):
     trace, _ = trace_prompt(run.checkpoint, PROMPT, completion="是的", score=1.0)
     assert [row.token for row in trace.table.rows] == ["是", "的", "<eos>"]
