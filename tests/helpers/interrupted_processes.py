@@ -15,7 +15,7 @@ from build_arithmetic_base import character_tokenizer
 from helpers.processes import freeze_imports
 from helpers.runs import digest, final_state, logs, small_trainer
 from hfppo import PPOCallback, PPOTrainer
-from hfppo.reporting.plot import PlotCallback
+from hfppo.reporting.run_page import RunPageCallback
 from hfppo.saving import manifest, shared_folder
 
 freeze_imports()
@@ -37,7 +37,7 @@ def make(name: str, act=None, **config) -> PPOTrainer:
     config = {"per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 1, **config}
     callbacks = [] if act is None else [InStep(act)]
     trainer = small_trainer(OUT / name, config, processing_class=character_tokenizer(), callbacks=callbacks)
-    trainer.remove_callback(PlotCallback)
+    trainer.remove_callback(RunPageCallback)
     return trainer
 
 

@@ -15,7 +15,7 @@ from helpers.processes import freeze_imports
 from helpers.runs import final_state, logs, small_trainer
 from hfppo import PPOTrainer
 from hfppo.collect import candidates
-from hfppo.reporting.plot import PlotCallback
+from hfppo.reporting.run_page import RunPageCallback
 
 freeze_imports()
 OUT, *START = sys.argv[1:]
@@ -41,7 +41,7 @@ def make(name: str) -> PPOTrainer:
         trainer = talking_trainer(f"{OUT}/{name}", config)
     else:
         trainer = small_trainer(f"{OUT}/{name}", config, processing_class=character_tokenizer(), train_dataset=ROWS)
-    trainer.remove_callback(PlotCallback)
+    trainer.remove_callback(RunPageCallback)
     return trainer
 
 
