@@ -198,30 +198,6 @@ def seven_billion(job: Job) -> Figures:
         del model
 
 
-def grpo(job: Job) -> Figures:
-    """Train with groups of 8 (2 in a small run): hfppo's grpo estimator, and TRL's GRPOTrainer."""
-    from importlib.metadata import version
-
-    import ppo_grpo
-    from ppo_hfppo import measure
-    from ppo_workload import load, write_models
-
-    workload = workload_of(job, "qwen2.5-0.5b")
-    write_models(workload, job.folder, ("policy", "reward"))
-    group = 2 if job.small else 8
-    fields = {"advantage_estimator": "grpo", "num_generations": group, "kl_coef": 0.0, "kl_loss_coef": 0.05}
-    fields |= {"local_rollout_forward_batch_size": workload.prompts}  # as TRL samples
-    for name in ("hfppo", f"TRL {version('trl')}"):
-        forget_peak()
-        model, reward = (load(workload, job.folder, role, False) for role in ("policy", "reward"))
-        if name == "hfppo":
-            measured = measure(workload, job.folder, fields, model, reward, "adapter", rollouts=2)
-        else:
-            measured = ppo_grpo.measure(workload, job.folder, model, reward, 2, group)
-        yield {name: summarize(measured)}
-        del model, reward
-
-
 SECTIONS = {
     "tests": Section(run_tests, "tests marked gpu", 3, ("outcome",)),
     "first_rollout": Section(
@@ -251,5 +227,4 @@ SECTIONS = {
         (*ROLLOUT, "base, GB", "peak, GB", "reserved, GB"),
         ("bitsandbytes",),
     ),
-    "grpo": Section(grpo, "GRPO, 256 × (≤ 1024 + 512) tokens", 4, (*ROLLOUT, "peak, GB"), ("trl",)),
 }
