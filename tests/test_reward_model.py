@@ -137,6 +137,14 @@ def test_a_reward_model_that_is_the_critic_as_well_keeps_its_scores(make_trainer
     assert moves_with_what_it_shares(reward)
 
 
+def test_a_loaded_reward_model_may_have_an_adapter(make_trainer):
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS", init_lora_weights=False)
+    trained, tokenizer = PeftModelForSequenceClassification(scorer(), config), other_tokenizer("right", "<void>")
+    for given in (tokenizer, [tokenizer]):  # a single one is taken as in TRL
+        trainer = make_trainer(reward_funcs=trained, reward_processing_classes=given)
+        assert trainer.collector.rewards.funcs[0].score(TEXTS) == RewardModel(trained, tokenizer).score(TEXTS)
+
+
 def moves_with_what_it_shares(reward: RewardModel) -> bool:
     """Whether all of it goes where Trainer has moved the tensors of actor or critic."""
     reward.model.get_input_embeddings().to("meta")
