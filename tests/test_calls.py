@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from helpers.agents import Doors, call, collect, count_messages
+from helpers.agents import Doors, call, collect, count_messages, hide_async
 from helpers.scripted import score
 from hfppo import TextEnvironment, TolerantReward
 from hfppo.support.calls import wait_for
@@ -48,6 +48,7 @@ class OnlineText(TextEnvironment):
     async def reset(self, **row):
         return await CLIENT.get()
 
+    @hide_async
     async def step(self, text):
         return await CLIENT.get(), 1.0, text == "a", False, {}
 
@@ -57,20 +58,24 @@ async def connect():
     return Online()
 
 
+# What is made of coroutines, and the score of an episode.
 KINDS = {
-    "tool": {"tools": [use], "reward_funcs": count_messages},
-    "environment": {"environment_factory": Online},
-    "text environment": {"environment_factory": OnlineText},
-    "factory": {"environment_factory": connect},
+    "tool": ({"tools": [use], "reward_funcs": count_messages}, 3.0),
+    "environment": ({"environment_factory": Online}, 1.0),
+    "text environment": ({"environment_factory": OnlineText}, 2.0),
+    "factory": ({"environment_factory": connect}, 1.0),
 }
 
 
+@pytest.mark.parametrize("timeout", [None, 5.0])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_belongs_to_an_event_loop_serves_every_rollout(make_agent, monkeypatch, kind):
+def test_what_belongs_to_an_event_loop_serves_every_rollout(make_agent, monkeypatch, kind, timeout):
+    given, expected = KINDS[kind]
     monkeypatch.setattr(CLIENT, "loop", None)
-    trainer = make_agent(*[[call("use"), "a"] * 2] * 4, **KINDS[kind])
+    trainer = make_agent(*[[call("use"), "a"] * 2] * 4, **given, config={"tool_timeout": timeout})
     for _ in range(2):
-        _, transcript, _ = collect(trainer)
+        rollout, transcript, _ = collect(trainer)
+        assert rollout.scores.tolist() == [expected] * 4
         assert [messages[1]["content"] for messages in transcript.completions] == ["found"] * 4
 
 

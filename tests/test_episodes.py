@@ -1,6 +1,5 @@
 """Episodes of several turns: tools, environments, tokens, rewards and limits."""
 
-import asyncio
 import re
 from dataclasses import replace
 from itertools import cycle
@@ -19,7 +18,6 @@ from helpers.agents import (
     add,
     call,
     count_messages,
-    hide_async,
 )
 from helpers.scripted import training_rows
 from hfppo import Result
@@ -272,38 +270,6 @@ def test_result_is_a_string_for_everyone_else():
     assert (str(result), f"{result}", result == "yes", result.reward, result.done) == ("yes", "yes", True, 0.5, True)
     with pytest.raises(ValueError, match="nan"):
         Result("yes", reward=float("nan"))
-
-
-decorated = pytest.mark.parametrize("decorate", [lambda method: method, hide_async], ids=["async def", "decorated"])
-
-
-@decorated
-@pytest.mark.parametrize("timeout", [None, 5.0])
-def test_every_method_of_an_environment_may_be_async(play, decorate, timeout):
-    class Later(Counting):
-        @decorate
-        async def reset(self, **row):
-            await asyncio.sleep(0)
-            return super().reset()
-
-        @decorate
-        async def step(self, text):
-            await asyncio.sleep(0)
-            return super().step(text)
-
-        @decorate
-        async def get_reward(self):
-            await asyncio.sleep(0)
-            return 10.0 * self.next
-
-    @decorate
-    async def connect():
-        return Later()
-
-    played = play(["1", "3", "2", "3"], environment_factory=connect, config={"tool_timeout": timeout})
-    assert [m["content"] for m in played.transcript.completions[0]] == ["1", "1", "3", "no", "2", "2", "3"]
-    assert played.transcript.prompts[0][-1]["content"] == "go 0 0"
-    assert played.rollout.scores.tolist() == [1.0 - 0.5 + 1.0 + 1.0 + 30.0]
 
 
 # The turns of a text environment that asks at 3, whether max_tool_calling_iterations ends them, and the penalty.

@@ -143,14 +143,6 @@ def test_a_function_that_is_broken_for_good_is_given_up_early():
     assert calls == [40, 1, 1, 1, 1, 1]  # 4 may fail, the fifth ends it
 
 
-@pytest.mark.parametrize("func", [sleepy, async_sleepy], ids=lambda func: func.__name__)
-def test_without_tolerance_the_time_limit_ends_the_run(func):
-    message = f"'{func.__name__}' gave no answer within 0.1 s; raise timeout, or correct it"
-    with pytest.raises(RewardError, match=message) as error:
-        score(TolerantReward(func, timeout=0.1, max_failed=0.0), texts=TEXTS)
-    assert isinstance(error.value.__cause__, TimeoutError)
-
-
 def test_an_interrupted_function_shows_the_line_at_which_it_hung():
     with pytest.raises(TimeoutError) as error:
         call_within(0.1, "late", lambda: sleepy(["bad"]))
@@ -225,16 +217,6 @@ def test_evaluations_count_failures_over_all_batches(make_trainer, dataset):
 
 def one_per_call(completions, **kwargs):
     return [float("nan"), *[1.0] * (len(completions) - 1)]
-
-
-def test_a_server_may_fail_for_some_rows(serve):
-    def answer(body):
-        if "bad" in body["completions"]:
-            return 400, b"cannot be parsed"
-        return lengths(body)
-
-    judge = TolerantReward(RewardServer(serve(answer).url, max_retries=0, name="judge"))
-    assert score(judge, texts=("1", "bad", "333"), weights=None).failed == {"judge": [False, True, False]}
 
 
 @pytest.mark.parametrize("values", [[], ["a", "b"]], ids=["none", "two"])

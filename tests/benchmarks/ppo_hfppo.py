@@ -125,5 +125,7 @@ def measure(
     watch = Stopwatch()
     clock = RolloutClock(watch, workload.steps)
     with timed_phases(watch):
-        build(workload, folder, fields, model, reward, critic, rollouts, [clock]).train()
-    return clock.measured()
+        trainer = build(workload, folder, fields, model, reward, critic, rollouts, [clock])
+        trainer.train()
+    rates = [log["time/update_tflops"] for log in trainer.state.log_history if "time/update_tflops" in log]
+    return {**clock.measured(), "TFLOP/s": rates[1:]}

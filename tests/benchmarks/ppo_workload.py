@@ -1,4 +1,4 @@
-"""The work that the GPU kit measures, and how it is timed; `ppo_hfppo` and `ppo_grpo` do it."""
+"""The work that the GPU kit measures, and how it is timed; `ppo_hfppo` does it."""
 
 import resource
 import sys
@@ -99,7 +99,7 @@ def drawing_device() -> torch.device:
 
 
 def write_models(workload: Workload, folder: Path, names: tuple[str, ...] = ("policy", "reward")) -> None:
-    """Write models with random weights, for both sides to load."""
+    """Write models with random weights."""
     shape = {**workload.shape(), "dtype": workload.dtype}
     set_seed(0)
     for name in names:
@@ -160,7 +160,7 @@ def tokenizer_for(workload: Workload) -> PreTrainedTokenizerFast:
 
 
 def prompts_for(workload: Workload) -> list[list[int]]:
-    """The token ids of the prompts, the same for both sides and for every rollout."""
+    """The token ids of the prompts, the same for every rollout."""
     generator = torch.Generator().manual_seed(0)
     longest = workload.longest_prompt + 1
     lengths = torch.randint(workload.shortest_prompt, longest, (workload.prompts,), generator=generator).tolist()
@@ -172,7 +172,7 @@ def adapter_for(workload: Workload) -> LoraConfig:
 
 
 def common_config(workload: Workload, rollouts: int, folder: Path) -> dict[str, Any]:
-    """Fields that both configurations have, under one name and with one meaning."""
+    """Fields of PPOConfig that follow from the workload."""
     return {
         "output_dir": tempfile.mkdtemp(dir=folder),
         "per_device_train_batch_size": workload.micro_batch,
@@ -243,7 +243,7 @@ class Clock(TrainerCallback):
     def __init__(self, watch: Stopwatch, steps_per_rollout: int):
         self.watch, self.steps_per_rollout = watch, steps_per_rollout
         self.seconds: list[dict[str, float]] = []  # by phase, of each rollout
-        self.tokens: list[int] = []  # of completions, as the side under test counts them
+        self.tokens: list[int] = []  # of completions
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.watch.restart()

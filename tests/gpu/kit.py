@@ -1,6 +1,6 @@
 """Measure hfppo on a machine with one GPU, in at most 35 minutes.
 
-    python tests/gpu/kit.py --out DIR [--only tests,vllm] [--wheels WHEELS] [--peak_tflops 989]
+    python tests/gpu/kit.py --out DIR [--only tests,vllm] [--wheels WHEELS]
     python tests/gpu/rows.py DIR          # tables of what it measured
     python tests/gpu/kit.py --out DIR --small          # on a CPU: shows that the kit runs
 
@@ -73,7 +73,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
     write(path, {**result, "status": "running", "figures": figures})
     with tempfile.TemporaryDirectory(dir=options.out, prefix=SCRATCH) as folder:
         try:
-            for found in section.run(Job(options.small, Path(folder), options.peak_tflops)):
+            for found in section.run(Job(options.small, Path(folder))):
                 figures |= found
                 write(path, {**result, "status": "running", "figures": figures})
         except Exception as error:
@@ -162,7 +162,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", help=f"some of the sections, in this order: {','.join(SECTIONS)}")
     parser.add_argument("--small", action="store_true", help="tiny sizes, without a GPU")
     parser.add_argument("--wheels", help="folder of wheels to install for the run")
-    parser.add_argument("--peak_tflops", type=float, help="the GPU's dense bfloat16 rate; default: measured")
     parser.add_argument("--section", help=argparse.SUPPRESS)  # those that a process of the kit runs
     options = parser.parse_args()
     if unknown := set(options.only.split(",") if options.only else ()) - SECTIONS.keys():

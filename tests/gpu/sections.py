@@ -22,7 +22,6 @@ class Job:
 
     small: bool  # sizes for a CPU, which only show that the kit runs
     folder: Path  # for models and checkpoints; removed afterwards
-    peak_tflops: float | None  # the GPU's dense bfloat16 rate; None: measured
 
 
 @dataclass(frozen=True)
@@ -166,32 +165,18 @@ def forget_peak() -> None:
 
 
 def ppo(job: Job) -> Figures:
-    """Train with PPO, with a reward model of the policy's shape.
-
-    MFU is the operations of the update's matrix products that `ppo_floor` counts, over its seconds times the rate of a
-    large bfloat16 product on this device, or the given rate. Padding, attention's masked half and what is computed
-    again do not count; the seconds include the optimizer.
-    """
-    from ppo_floor import operations, rate
+    """Train with PPO, with a reward model of the policy's shape; TFLOP/s is the metric `time/update_tflops`."""
     from ppo_hfppo import measure
     from ppo_workload import load, write_models
 
     workload = workload_of(job, "qwen2.5-0.5b")
     write_models(workload, job.folder, ("policy", "reward"))
-    side = 256 if job.small else 8192
-    peak = job.peak_tflops or rate(side, side, side, workload.dtype) / 1e12
-    yield {"a large product": {"TFLOP/s": peak, "measured": job.peak_tflops is None}}
     for critic in ("adapter", "shared"):
         forget_peak()
         model, reward = (load(workload, job.folder, name, False) for name in ("policy", "reward"))
         fields = {"local_rollout_forward_batch_size": workload.prompts}
-        measured = summarize(measure(workload, job.folder, fields, model, reward, critic, rollouts=3))
-        counted = operations(workload, critic)
-        tflop = sum(counted[name] for name in OF_UPDATE if name in counted) / 1e12
-        rate_of_update = tflop / measured["update, s"]
-        yield {
-            f"critic='{critic}'": {**measured, "TFLOP/s": rate_of_update, "MFU of the update": rate_of_update / peak}
-        }
+        measured = measure(workload, job.folder, fields, model, reward, critic, rollouts=3)
+        yield {f"critic='{critic}'": {**summarize(measured), "TFLOP/s": median(measured["TFLOP/s"])}}
         del model, reward
 
 
@@ -211,30 +196,6 @@ def seven_billion(job: Job) -> Figures:
         reserved = {"reserved, GB": torch.cuda.max_memory_reserved() / 1e9} if torch.cuda.is_available() else {}
         yield {f"critic='{critic}'": {**measured, "base, GB": size / 1e9, **reserved}}
         del model
-
-
-def grpo(job: Job) -> Figures:
-    """Train with groups of 8 (2 in a small run): hfppo's grpo estimator, and TRL's GRPOTrainer."""
-    from importlib.metadata import version
-
-    import ppo_grpo
-    from ppo_hfppo import measure
-    from ppo_workload import load, write_models
-
-    workload = workload_of(job, "qwen2.5-0.5b")
-    write_models(workload, job.folder, ("policy", "reward"))
-    group = 2 if job.small else 8
-    fields = {"advantage_estimator": "grpo", "num_generations": group, "kl_coef": 0.0, "kl_loss_coef": 0.05}
-    fields |= {"local_rollout_forward_batch_size": workload.prompts}  # as TRL samples
-    for name in ("hfppo", f"TRL {version('trl')}"):
-        forget_peak()
-        model, reward = (load(workload, job.folder, role, False) for role in ("policy", "reward"))
-        if name == "hfppo":
-            measured = measure(workload, job.folder, fields, model, reward, "adapter", rollouts=2)
-        else:
-            measured = ppo_grpo.measure(workload, job.folder, model, reward, 2, group)
-        yield {name: summarize(measured)}
-        del model, reward
 
 
 SECTIONS = {
@@ -258,7 +219,7 @@ SECTIONS = {
             *("log-probs − training model's, mean, nats", "largest, nats"),
         ),
     ),
-    "ppo": Section(ppo, "PPO, 256 × (≤ 1024 + 512) tokens", 6, (*ROLLOUT, "TFLOP/s", "MFU of the update", "peak, GB")),
+    "ppo": Section(ppo, "PPO, 256 × (≤ 1024 + 512) tokens", 6, (*ROLLOUT, "TFLOP/s", "peak, GB")),
     "memory": Section(
         seven_billion,
         "7B shape in NF4, 8 × (≤ 1024 + 512) tokens",
@@ -266,5 +227,4 @@ SECTIONS = {
         (*ROLLOUT, "base, GB", "peak, GB", "reserved, GB"),
         ("bitsandbytes",),
     ),
-    "grpo": Section(grpo, "GRPO, 256 × (≤ 1024 + 512) tokens", 4, (*ROLLOUT, "peak, GB"), ("trl",)),
 }
