@@ -283,18 +283,6 @@ def test_stretches_draw_what_one_call_draws(budgets, monkeypatch):
     assert computed < at_once
 
 
-def test_a_free_place_is_taken_at_the_end_of_a_stretch(monkeypatch):
-    """Of three rows in two places, whose completions have 9, 2 and 5 tokens; stretches of four."""
-    sampler, shapes = sampler_of(tiny_model(), batch_size=2, max_tokens=9, eos_ids=[VOCAB_SIZE])
-    monkeypatch.setattr(generate, "CHUNK", 4)
-    monkeypatch.setattr(key_values, "CALL", 1000)
-    turns = sampler([[7, 8, 9], [7, 8], [9]], [0, 1, 2], [9, 2, 5])
-    assert [len(turn.ids) for turn in turns] == [9, 2, 5]
-    assert all(turn.truncated for turn in turns)
-    first, join, second, last = [(2, 3)] + [(2, 1)] * 3, [(1, 1)], [(2, 1)] * 4, [(1, 1)]
-    assert shapes == first + join + second + last
-
-
 @pytest.mark.parametrize(("in_turns", "short"), [(False, 13), (True, 20)])
 def test_stretches_need_no_more_memory_than_one_call(short, in_turns, monkeypatch):
     """Eight rows in four places, or in one turn; only one layer's key-values may be in memory twice.

@@ -109,9 +109,7 @@ ENGINES = [
 
 
 @pytest.mark.parametrize(("engine", "fields", "kind", "critic"), ENGINES)
-def test_a_sharded_run_has_the_numbers_of_one_that_is_not_and_resumes(
-    run_of, engine, fields, kind, critic
-):
+def test_a_sharded_run_has_the_numbers_of_one_that_is_not_and_resumes(run_of, engine, fields, kind, critic):
     of_ddp = "ddp of 4" if engine in OF_FOUR else "ddp"
     (sharded_out, sharded), (ddp_out, ddp) = (run_of(name, fields, critic) for name in (engine, of_ddp))
     assert sharded["engine"] == f"DistributedType.{kind}" != ddp["engine"]
