@@ -169,16 +169,6 @@ def test_only_prompts_drawn_uniformly_judge_the_critic(eight):
     assert metrics["candidates/explained"] == pytest.approx(ScoreLine.fit(judging).explained)
 
 
-def test_the_last_completions_judge_the_critic(make_trainer, monkeypatch):
-    monkeypatch.setattr(candidates, "MEMORY", 12)
-    trainer = make_trainer({**EIGHT, "prompt_candidates": 2, "max_steps": 4, "num_ppo_epochs": 1}, train_dataset=SUMS)
-    trainer.train()
-    assert len(trainer.ppo_state.uniform_scores) == 12
-    last, first = trainer.ppo_state.uniform_scores[-8:], trainer.ppo_state.uniform_scores[:4]
-    assert sum(value for value, _ in last) == pytest.approx(0, abs=1e-5)
-    assert abs(sum(value for value, _ in first)) > 1e-4
-
-
 @pytest.fixture
 def always(monkeypatch):
     """Let the critic choose from the second rollout on."""
@@ -198,7 +188,6 @@ def test_a_critic_that_explains_nothing_changes_nothing(make_trainer, monkeypatc
     assert len(runs[1].ppo_state.uniform_scores) == 16
 
 
-STREAM = SUMS.to_iterable_dataset().shuffle(seed=1, buffer_size=8)
 GROUPS = {"advantage_estimator": "grpo", "num_generations": 2, "prompt_candidates": 3, **EIGHT}
 RESUMED = {
     "adapter critic": ({}, {}),

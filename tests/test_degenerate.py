@@ -45,14 +45,6 @@ def test_completions_that_end_at_once(make_trainer):
     assert moved["actor"] > 0
 
 
-def test_completions_that_are_all_cut(make_trainer):
-    _, logs, moved = one_rollout(make_trainer, "123456", "234567", config={"missing_eos_penalty": 1.0})
-    assert logs["completions/truncated_frac"] == 1.0
-    assert (logs["completions/mean_length"], logs["completions/max_length"]) == (6.0, 6.0)
-    assert (logs["reward"], logs["reward_std"]) == (0.0, 0.0)  # digits throughout, and the penalty
-    assert moved == {"actor": 0.0, "critic": 0.0}  # no KL yet either, and values of 0
-
-
 @pytest.mark.parametrize("estimator", ["gae", "grpo"])
 def test_completions_that_are_all_cut_and_masked_teach_the_critic_only(make_trainer, estimator):
     config = {"mask_truncated_completions": True, "advantage_estimator": estimator, "num_generations": 2}

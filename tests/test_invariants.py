@@ -1,6 +1,5 @@
 """What holds, always: the base's bytes, the first ratio, KL 0 at the start, padding, cuts, counts, warmup, seeds."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -17,10 +16,9 @@ from transformers import (
     GraniteForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
-    TrainerCallback,
 )
 
-from helpers.runs import Keep, critic_values, gradients, logged, small_trainer, stops_at_kl, trainable
+from helpers.runs import Keep, critic_values, gradients, logged, small_trainer, trainable
 from helpers.scripted import training_rows
 from helpers.tiny import tiny_gpt2, tiny_model, tiny_of_type, tiny_opt, tiny_qwen3
 from hfppo import PPOCallback
@@ -67,12 +65,6 @@ def test_ratio_is_one_on_the_first_update_and_against_generation(make_trainer, a
     assert len(first_ratio) == len(against_generation) == 2
     assert max(first_ratio) < 1e-6
     assert max(against_generation) < 1e-4
-
-
-def test_kl_is_zero_before_the_first_step_and_not_after(plain):
-    kl = logged(plain, "kl_k3")
-    assert kl[0] == 0.0
-    assert kl[1] > 1e-4
 
 
 def test_logprobs_entropy_and_values_agree_with_the_plain_model(plain):
@@ -193,29 +185,16 @@ def test_the_first_ratio_of_unusual_models_is_one(make_trainer, name, critic):
     assert deviation == pytest.approx(0, abs=0.05 if made.dtype == torch.bfloat16 else 1e-5)
 
 
-def test_optimiser_steps_and_rollouts_are_counted_exactly(make_trainer, dataset):
+def test_optimiser_steps_and_rollouts_are_counted_exactly(make_trainer):
     """16 prompts, rollouts of 2 × 2 × 2 = 8, used 3 × 2 times: 2 rollouts and 12 steps per epoch."""
-    steps = []
-
-    class Count(TrainerCallback):
-        def on_optimizer_step(self, args, state, control, **kwargs):
-            steps.append(1)
-
     keep = Keep()
     config = {"max_steps": -1, "num_train_epochs": 2, "num_ppo_epochs": 3, "num_mini_batches": 2}
     config |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    trainer = make_trainer(config, callbacks=[keep, Count()])
+    trainer = make_trainer(config, callbacks=[keep])
     trainer.train()
-    assert len(steps) == trainer.state.global_step == 24
-    assert len(keep.rollouts) == trainer.ppo_state.rollouts == 4
-    assert all(len(rollout) == 8 for rollout in keep.rollouts)
-    for epoch in (keep.rollouts[:2], keep.rollouts[2:]):
-        prompts = [
-            trainer.processing_class.decode(ids[mask])
-            for rollout in epoch
-            for ids, mask in zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)
-        ]
-        assert sorted(prompts) == sorted(dataset["prompt"])
+    assert trainer.state.global_step == len(logged(trainer, "loss")) == 24
+    assert trainer.ppo_state.rollouts == 4
+    assert [len(rollout) for rollout in keep.rollouts] == [8] * 4
 
 
 def test_a_ppo_callback_may_return_the_control_as_trainers_may(make_trainer):
@@ -248,28 +227,6 @@ def test_the_same_seed_is_the_same_run_and_evaluation_changes_no_training(make_t
     after = trainable(evaluated)
     for name, weight in trainable(plain).items():
         assert torch.equal(weight, after[name]), name
-
-
-def test_a_target_goes_by_the_logged_kl_of_a_mini_batch(make_trainer):
-    """A rollout ends with the first step whose `policy/approx_kl` is above the limit, or when it is used up."""
-
-    class Starts(PPOCallback):
-        def on_rollout_end(self, args, state, control, **kwargs):
-            starts.append(state.global_step)
-
-    starts, limit = [], 1e-3
-    config = {"num_ppo_epochs": 4, "learning_rate": 3e-3, "max_steps": 24, "gradient_accumulation_steps": 2}
-    trainer = make_trainer(config, callbacks=[Starts(), stops_at_kl(limit)])
-    trainer.train()
-    kl = logged(trainer, "policy/approx_kl")
-    assert len(kl) == 24
-    expected, start = [], 0
-    while start < 24:
-        expected.append(start)
-        steps = range(start, min(start + trainer.args.updates_per_rollout, 24))
-        start = next((step for step in steps if kl[step] > limit), steps[-1]) + 1
-    assert starts == expected
-    assert len({b - a for a, b in itertools.pairwise(starts)}) > 1, "rollouts of several lengths"
 
 
 def test_training_never_changes_the_base(make_trainer, plain):

@@ -243,16 +243,6 @@ def test_beginnings_of_several_kinds_are_each_read_once():
     assert read < 0.8 * 9 * 16
 
 
-def test_the_first_turn_of_a_group_is_read_once_and_kept():
-    sampler, shapes = sampler_of(tiny_model())
-    with sampler.ready():
-        prompts = answered(GROUPS, sample(sampler, GROUPS))
-        assert read_tokens(shapes) == [3 * 3, 4 * 2]
-        told = sample(sampler, prompts)
-        assert max(read_tokens(shapes)[2:]) <= 2 * 10  # the last token of an answer, and the one after it
-    assert told.ids.equal(sample(sampler, prompts).ids)
-
-
 MAMBA = {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8}
 
 
@@ -266,15 +256,6 @@ def test_other_caches_are_not_shared_and_not_tried_again(name, config):
     shapes.clear()
     assert sample(sampler, prompts).ids.equal(told.ids)
     assert read_tokens(shapes) == [6 * 5]
-
-
-def test_a_group_may_be_cut_by_batches():
-    """Of six rows that share a prompt, in batches of four and two."""
-    sampler, shapes = sampler_of(tiny_model(), 4)
-    prompts = [[7, 8, 9, 10]] * 6
-    told = padded_turns(sampler(prompts, list(range(6))))
-    assert [shape for shape in shapes if shape[1] > 1] == [(1, 4), (1, 4)]
-    assert_equal(told, in_one_call(sampler_of(tiny_model(), 1)[0], prompts, list(range(6))))
 
 
 RAGGED = [[6 + (3 * row + n) % 20 for n in range(2 + 5 * row % 8)] for row in range(12)]
@@ -300,32 +281,6 @@ def test_stretches_draw_what_one_call_draws(budgets, monkeypatch):
     computed = sum(rows for rows, width in shapes if width == 1)
     assert int((lengths - 1).sum()) <= computed <= int((lengths + 2).sum())
     assert computed < at_once
-
-
-def test_a_free_place_is_taken_at_the_end_of_a_stretch(monkeypatch):
-    """Of three rows in two places, whose completions have 9, 2 and 5 tokens; stretches of four."""
-    sampler, shapes = sampler_of(tiny_model(), batch_size=2, max_tokens=9, eos_ids=[VOCAB_SIZE])
-    monkeypatch.setattr(generate, "CHUNK", 4)
-    monkeypatch.setattr(key_values, "CALL", 1000)
-    turns = sampler([[7, 8, 9], [7, 8], [9]], [0, 1, 2], [9, 2, 5])
-    assert [len(turn.ids) for turn in turns] == [9, 2, 5]
-    assert all(turn.truncated for turn in turns)
-    first, join, second, last = [(2, 3)] + [(2, 1)] * 3, [(1, 1)], [(2, 1)] * 4, [(1, 1)]
-    assert shapes == first + join + second + last
-
-
-@pytest.mark.parametrize(("name", "config"), OTHER_CACHES)
-def test_other_caches_are_sampled_in_one_stretch_once_that_is_known(name, config, monkeypatch):
-    sampler, shapes = sampler_of(model_of(name, **config), batch_size=5, max_tokens=16)
-    given = RAGGED, list(range(12))
-    expected = in_one_call(sampler, *given)
-    one_call = list(shapes)
-    monkeypatch.setattr(generate, "CHUNK", 3)
-    monkeypatch.setattr(key_values, "CALL", 1000)
-    for _ in range(2):
-        shapes.clear()
-        assert_equal(padded_turns(sampler(*given)), expected)
-    assert shapes == one_call
 
 
 @pytest.mark.parametrize(("in_turns", "short"), [(False, 13), (True, 20)])

@@ -239,13 +239,6 @@ def test_an_architecture_with_an_attention_of_its_own_gets_rows(name):
     assert made(*SHARED_ROWS).logprobs.shape == (6, 3)
 
 
-def test_attention_without_a_tree_is_transformers(monkeypatch):
-    """Also for models of other code, and in `generate`."""
-    query, mask = torch.randn(2, 2, 3, 4), torch.ones(3, 3, dtype=torch.bool).tril()[None, None]
-    found = AttentionInterface()["sdpa"](torch.nn.Module(), query, query, query, mask, scaling=0.3)
-    assert torch.equal(found[0], sdpa_attention_forward(torch.nn.Module(), query, query, query, mask, scaling=0.3)[0])
-
-
 def test_few_tokens_in_common_are_computed_for_each_row():
     model = tiny_model()
     for prompt, rows in ((15, 4), (16, 1)):
@@ -388,18 +381,6 @@ def test_a_token_budget_changes_no_run(make_trainer):
         assert_close(a, b, rtol=1e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
     for name in ("loss", "policy/approx_kl", "value/loss", "policy/ratio"):
         assert logged(cut, name) == pytest.approx(logged(whole, name), rel=1e-4, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("device", "vocab_size", "tokens"),
-    [
-        ("cpu", 4096, 256),
-        ("cuda", 32_000, 2048),
-        ("cuda", 2_000_000, 128),
-    ],
-)
-def test_logits_at_once_fit_a_cpus_cache_and_fill_a_gpu(device, vocab_size, tokens):
-    assert output_head.tokens_at_once(vocab_size, torch.device(device)) == tokens
 
 
 # Autocast

@@ -8,8 +8,8 @@ from pathlib import Path
 import peft.config
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForSequenceClassification
 
 import hfppo.models
 import hfppo.models.critic
@@ -23,26 +23,6 @@ def seen(caplog):
     """The package's log reaches pytest's."""
     caplog.set_level(logging.WARNING, logger="hfppo")
     return caplog
-
-
-def test_a_merged_and_saved_model_is_what_plain_peft_loads(make_trainer, tmp_path):
-    tiny_model().save_pretrained(tmp_path / "base")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    adapter = get_peft_model(base, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
-    adapter.merge_and_unload().save_pretrained(tmp_path / "merged")
-    trainer = make_trainer({"max_steps": 1}, model=str(tmp_path / "merged"))
-    trainer.train()
-    trainer.save_model()
-    plain = AutoPeftModelForCausalLM.from_pretrained(trainer.args.output_dir).eval()
-    trainer.model.eval()
-    ids = torch.arange(5)[None]
-    with torch.no_grad():
-        assert torch.equal(plain(input_ids=ids).logits, trainer.model(input_ids=ids).logits)
-
-
-def test_arguments_for_loading_are_for_models_given_by_name(seen, make_trainer):
-    make_trainer({"model_init_kwargs": {"revision": "v2"}}, critic=scorer())
-    assert "are not used, because the models are loaded already" in seen.text
 
 
 def test_a_critic_by_its_path_is_loaded_with_the_arguments_of_models(seen, make_trainer, tmp_path):

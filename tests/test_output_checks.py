@@ -81,13 +81,6 @@ def test_a_head_that_never_writes_a_token(make_trainer, fields):
     assert untimed_logs(runs[0]) == untimed_logs(runs[1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_rounding_of_a_precision_is_let_through(make_trainer, dtype):
-    model = tiny_model(initializer_range=1.0).to(dtype)
-    model.config.final_logit_softcapping = None
-    make_trainer(model=model).rollout(["1+1="])
-
-
 @pytest.mark.parametrize("critic", ["adapter", "shared", "a model by its path"])
 def test_an_attention_that_wants_half_precision_runs_by_path(make_trainer, dataset, tmp_path, monkeypatch, critic):
     """It raises in float32 without autocast, as flash attention does: so no forward may run outside of it."""

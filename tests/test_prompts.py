@@ -123,19 +123,6 @@ def test_longer_prompts_are_dropped_and_counted(tokenizer, caplog, texts, max_le
     assert all(part in text for text in said for part in (dropped, "my_dataset", "max_prompt_length=4", "dropped"))
 
 
-def test_prompts_are_tokenized_many_at_once(tokenizer, monkeypatch):
-    """A call for each of a million prompts would take minutes."""
-    monkeypatch.setattr(prompts_module, "ROWS_AT_ONCE", 4)
-    calls = []
-    monkeypatch.setattr(type(tokenizer), "__call__", count_calls(type(tokenizer).__call__, calls))
-    texts = [f"{n}+1=" for n in range(10)]
-    assert prompts_of(tokenizer, texts).ids.to_pylist() == [tokenizer(text)["input_ids"] for text in texts]
-    assert [len(given) for given in calls[:3]] == [4, 3, 3]
-    del calls[:]
-    assert len(prompts_of(tokenizer, [[user(text)] for text in texts])) == 10
-    assert [len(given) for given in calls] == [4, 3, 3]
-
-
 @pytest.mark.parametrize("form", ["torch", "pandas"])
 @pytest.mark.parametrize("prompts", [TALKS, ["1+2=", "1+3="]], ids=["messages", "text"])
 def test_rows_are_plain_in_any_format(tokenizer, form, prompts):
@@ -250,14 +237,6 @@ def test_epochs_differ_and_so_do_seeds():
     orders = {tuple(prompt_indices(range(first, first + 20), 20, seed)) for first, seed in firsts}
     assert len(orders) == 25
     assert tuple(range(20)) not in orders
-
-
-@pytest.mark.parametrize("cuts", [(0, 8, 16, 24), (0, 3, 11, 24), (0, 1, 23, 24)])
-def test_pieces_make_up_the_whole(cuts):
-    """24 positions of a dataset of 10: a piece may span two epochs."""
-    whole = prompt_indices(range(24), 10, seed=0)
-    pieces = [prompt_indices(range(a, b), 10, seed=0) for a, b in itertools.pairwise(cuts)]
-    assert [index for piece in pieces for index in piece] == whole
 
 
 def rows_of(tokenizer, tmp_path, processes: int, process: int, batch_size: int, num_generations: int, rollout: int):

@@ -2,18 +2,13 @@
 
 import copy
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch.testing import assert_close
-from transformers import AutoTokenizer, MistralConfig, MistralForCausalLM, MixtralConfig, MixtralForCausalLM
-from transformers.tokenization_mistral_common import MistralCommonBackend
-from transformers.utils.import_utils import is_mistral_common_available
 
 from helpers.runs import assert_same_end, critic_state, trained_state
 from helpers.tiny import LORA, lora, scorer, tiny_model
@@ -66,11 +61,6 @@ def test_output_folder_is_a_plain_adapter_with_the_trained_logits(trained, tmp_p
     config = json.loads((out / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == base_path
     assert {p.name for p in (out / "critic").iterdir()} == {"critic.safetensors", "critic_config.json"}
-
-
-def test_tokenizer_round_trips(trained, tmp_path, tokenizer):
-    text = "请问12+7=20？不对，等于19！"
-    assert AutoTokenizer.from_pretrained(tmp_path / "out")(text)["input_ids"] == tokenizer(text)["input_ids"]
 
 
 def test_training_goes_on_from_a_saved_adapter_with_it_as_reference(trained, make_trainer, tmp_path):
@@ -182,22 +172,6 @@ def ranks(model: torch.nn.Module, adapter: str) -> dict[str, int]:
     return {name.removesuffix(end): len(x) for name, x in weights.items()}
 
 
-def test_the_critics_adapter_is_on_experts_and_router_as_well(make_trainer, tmp_path):
-    """PEFT takes them for parameters, which "all-linear" means as well; a saved critic goes on beside its actor."""
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_local_experts": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    base = MixtralForCausalLM(MixtralConfig(vocab_size=26, bos_token_id=None, eos_token_id=1, **shape, **heads))
-    base.save_pretrained(tmp_path / "base")
-    trainer = make_trainer(model=str(tmp_path / "base"), peft_config=lora())
-    assert "0.mlp.gate" in ranks(trainer.model, "default")
-    assert ranks(trainer.model, "critic") == ranks(trainer.model, "default")
-    trainer.save_model(str(tmp_path / "first"))
-    again = make_trainer(model=str(tmp_path / "first"), peft_config=None, critic=str(tmp_path / "first"))
-    expected, got = critic_state(trainer.model), critic_state(again.model)
-    assert expected.keys() == got.keys()
-    assert all(torch.equal(expected[name], got[name]) for name in expected)
-
-
 @pytest.mark.parametrize("name", ["rank_pattern", "alpha_pattern"])
 def test_entries_that_are_gone_differ_as_well(name):
     before, now = (describe_adapter(LoraConfig(r=4, **fields)) for fields in ({name: {"q_proj": 2}}, {}))
@@ -262,39 +236,3 @@ def test_values_are_float32_under_autocast():
         values = head(torch.ones(2, 4))
     assert values.tolist() == pytest.approx([4.004] * 2)
     assert values.dtype == torch.float32
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not is_mistral_common_available(), reason="needs mistral-common 1.11.5, see transformers")
-def test_mistrals_own_tokenizer_trains_and_comes_back(make_trainer, tmp_path):
-    import mistral_common
-
-    data = Path(mistral_common.__file__).parent / "data"
-    (tmp_path / "base").mkdir()
-    shutil.copy(data / "tekken_240718.json", tmp_path / "base/tekken.json")
-    tokenizer = MistralCommonBackend.from_pretrained(tmp_path / "base")
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    shape |= {"num_key_value_heads": 1, "sliding_window": None, "vocab_size": tokenizer.vocab_size}
-    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    MistralForCausalLM(MistralConfig(**shape, **ends)).save_pretrained(tmp_path / "base")
-    asked = {"role": "user", "content": "One"}
-    talks = [[asked], [asked, {"role": "assistant", "content": "It is"}]]
-    for prompts in (["One", "Two and three"], talks):
-        trainer = make_trainer(
-            {"max_steps": 1, "max_completion_length": 2, "output_dir": str(tmp_path / "out")},
-            model=str(tmp_path / "base"),
-            processing_class=None,
-            reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
-            train_dataset=Dataset.from_dict({"prompt": prompts * 2}),
-        )
-        trainer.train()
-        rows = trainer._train_prompts.ids.to_pylist()[:2]
-        if isinstance(prompts[0], str):
-            assert rows == [tokenizer(text)["input_ids"] for text in prompts]
-        else:
-            rendered = "<s>[INST]One[/INST]"
-            assert [tokenizer.decode(row).replace(" ", "") for row in rows] == [rendered, rendered + "Itis"]
-    trainer.save_model()
-    loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert type(loaded) is MistralCommonBackend
-    assert loaded.get_vocab() == tokenizer.get_vocab()

@@ -10,7 +10,6 @@ import json
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import get_args
@@ -22,11 +21,10 @@ from transformers import AutoModelForCausalLM
 
 from helpers.processes import HELPERS, environment
 from helpers.runs import assert_same_end, digest, frozen_tensors
-from helpers.scripted import padded_turns
 from helpers.tiny import LORA
 from helpers.vllm_runs import ENGINE, PROMPTS, Rollouts, Server, save_base
 from hfppo.generation.vllm import RANKS
-from hfppo.generation.vllm_server import ServerEngine, serve_command
+from hfppo.generation.vllm_server import serve_command
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.sample import Turn
 from hfppo.support.http_client import Endpoint, ServerError
@@ -125,30 +123,6 @@ def test_vllm_samples_from_the_training_models_policy(make, placement, temperatu
         assert turn.ids == theirs[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("placement", ["colocate", "server"])
-def test_a_stop_string_of_several_tokens_ends_a_completion_as_without_vllm(make, placement):
-    """The tokens up to the one that completes it, their log-probs, and no penalty for an end by length."""
-
-    def greedy(**kwargs):
-        trainer = make(placement, {"generation_kwargs": kwargs} if kwargs else None)
-        prompts = [trainer.processing_class(p)["input_ids"] for p in PROMPTS["prompt"]]
-        with trainer.collector.sampler.ready():
-            return padded_turns(trainer.collector.sampler(prompts, None)), trainer
-
-    whole, trainer = greedy()
-    rows = [ids[mask].tolist() for ids, mask in zip(whole.ids, whole.mask, strict=True)]
-    signs = [[trainer.processing_class.decode([token]) for token in row] for row in rows]
-    strings = ["".join(signs[0][3:5]), "".join(signs[1][6:9])]  # of two and of three tokens
-    stopped, _ = greedy(stop_strings=strings)
-    for row, texts in enumerate(signs):
-        ends = (n for n in range(1, len(texts) + 1) if any(s in "".join(texts[:n]) for s in strings))
-        end = next(ends, None)
-        assert row > 1 or end < len(texts)
-        assert stopped.ids[row][stopped.mask[row]].tolist() == rows[row][:end]
-        assert bool(stopped.truncated[row]) == (end is None and bool(whole.truncated[row]))
-        assert_close(stopped.logprobs[row, :end], whole.logprobs[row, :end], rtol=0, atol=1e-4)
-
-
 def test_fifty_syncs_send_the_adapter_and_leave_both_bases_alone(make):
     trainer = make("colocate")
     sampler, model = trainer.collector.sampler, trainer.model
@@ -196,13 +170,9 @@ def assert_same_run(trainer, expected) -> None:
 
 
 class Accident:
-    """Kills the server while it works on the second rollout.
+    """Kills the server while it works on the second rollout."""
 
-    Args:
-        afterwards: called then.
-    """
-
-    def __init__(self, monkeypatch, server: Server, afterwards: Callable = lambda: None):
+    def __init__(self, monkeypatch, server: Server):
         ask, numbers, self.under_way, self.at_once = Endpoint._ask, itertools.count(1), 0, 0
 
         async def watched(endpoint, method, url, body):
@@ -211,7 +181,6 @@ class Accident:
                 await asyncio.sleep(0.1)
                 self.at_once = self.under_way
                 server.kill()
-                afterwards()
             self.under_way += 1
             try:
                 return await ask(endpoint, method, url, body)
@@ -241,55 +210,6 @@ def test_a_killed_server_ends_the_run_within_the_limit_and_the_checkpoint_resume
     resumed = make("server", {"rollouts_ahead": ahead})
     resumed.train(resume_from_checkpoint=True)
     assert_same_run(resumed, straight)
-
-
-@pytest.mark.nightly
-@AHEAD
-def test_a_run_goes_on_when_its_server_comes_back(make, server, monkeypatch, tmp_path, placement, ahead):
-    straight = make(placement, {"rollouts_ahead": ahead, "output_dir": str(tmp_path / "straight")})
-    straight.train()
-    accident = Accident(monkeypatch, server, afterwards=server.start)
-    trainer = make("server", {"rollouts_ahead": ahead})
-    trainer.train()
-    assert accident.at_once > 0
-    assert_same_run(trainer, straight)
-
-
-@pytest.mark.nightly
-def test_two_and_three_servers_make_the_run_of_one(make, command, server, monkeypatch, tmp_path):
-    """Of three one is killed in the second rollout, and is back in the third."""
-    servers = [server, *(Server(command, tmp_path / f"log-{n}") for n in (1, 2))]
-    generate, load = ServerEngine.generate, ServerEngine.load
-
-    def with_a_kill(engine, prompts, sampling, adapter):
-        if len(engine.servers) == 3 and adapter.number == 2:
-            threading.Timer(0.05, server.kill).start()
-        return generate(engine, prompts, sampling, adapter)
-
-    def after_the_return(engine, adapter, old):
-        if len(engine.servers) == 3 and adapter.number == 3:
-            assert server.process is None
-            server.start()
-            server.wait()
-        load(engine, adapter, old)
-
-    monkeypatch.setattr(ServerEngine, "generate", with_a_kill)
-    monkeypatch.setattr(ServerEngine, "load", after_the_return)
-    runs = []
-    try:
-        for other in servers[1:]:
-            other.start()
-        for number in (1, 2, 3):
-            for some in servers:
-                some.wait()
-            urls = [some.url for some in servers[:number]]
-            fields = {"output_dir": str(tmp_path / str(number)), "max_steps": 12, "vllm_server_base_url": urls}
-            runs.append(make("server", fields))
-            runs[-1].train()
-            assert_same_end(runs[-1], runs[0])
-    finally:
-        for other in servers[1:]:
-            other.kill()
 
 
 @pytest.mark.nightly

@@ -266,14 +266,6 @@ def test_engine_and_server_load_the_base_in_the_revision_that_is_trained_on(make
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_the_engine_of_each_process_takes_its_own_gpu(make_trainer, base, asked, processes):
-    """By itself vLLM takes the first one in each."""
-    trainer = make_trainer(model=base)
-    ColocatedEngine(trainer.model, SimpleNamespace(**vars(trainer.args), world_size=processes))
-    assert asked.get("distributed_executor_backend") == {1: None, 2: "external_launcher"}[processes]
-
-
-@pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_a_colocated_engine_has_one_gpu(make_trainer, base, asked, processes, name):
     """Also with one process: if it sees several GPUs, Trainer would split its batches among them."""
@@ -285,29 +277,27 @@ def test_a_colocated_engine_has_one_gpu(make_trainer, base, asked, processes, na
 
 
 @pytest.mark.parametrize(
-    ("fields", "expected"),
+    ("fields", "processes", "expected"),
     [
-        ({"max_prompt_length": 20, "max_completion_length": 12}, 32),
-        ({"max_prompt_length": 512, "max_completion_length": 12}, 512),  # the base has 512 positions
-        ({"max_prompt_length": None}, None),
-        ({"max_prompt_length": 20, "vllm_engine_kwargs": {"max_model_len": 99}}, 99),
+        ({"max_prompt_length": 20, "max_completion_length": 12}, 1, {"max_model_len": 32}),
+        ({"max_prompt_length": 512, "max_completion_length": 12}, 1, {"max_model_len": 512}),  # the base's positions
+        ({"max_prompt_length": None}, 1, {"max_model_len": None}),
+        ({"max_prompt_length": 20, "vllm_engine_kwargs": {"max_model_len": 99}}, 1, {"max_model_len": 99}),
+        ({}, 1, {"gpu_memory_utilization": 0.3, "distributed_executor_backend": None}),
+        ({}, 2, {"distributed_executor_backend": "external_launcher"}),  # each its own GPU, not the first one
+        ({"vllm_engine_kwargs": {"gpu_memory_utilization": 0.5}}, 1, {"gpu_memory_utilization": 0.5}),
     ],
 )
-def test_the_engine_reserves_no_more_than_prompt_and_completion(make_trainer, base, asked, fields, expected):
+def test_what_the_engine_is_made_with(make_trainer, base, asked, fields, processes, expected):
     trainer = make_trainer(fields, model=base)
-    ColocatedEngine(trainer.model, SimpleNamespace(**vars(trainer.args), world_size=1))
-    assert asked.get("max_model_len") == expected
+    ColocatedEngine(trainer.model, SimpleNamespace(**vars(trainer.args), world_size=processes))
+    assert {name: asked.get(name) for name in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("given", "share", "sleeps"),
-    [({}, 0.3, False), ({"gpu_memory_utilization": 0.5, "enable_sleep_mode": True}, 0.5, True)],
-)
-def test_the_engines_memory_is_set_in_vllms_own_words(make_trainer, base, asked, given, share, sleeps):
-    trainer = make_trainer({"vllm_engine_kwargs": given}, model=base)
-    engine = ColocatedEngine(trainer.model, trainer.args)
-    assert asked["gpu_memory_utilization"] == share
-    calls = []
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_the_engine_sleeps_between_rollouts_if_it_may(make_trainer, base, asked, sleeps):
+    trainer = make_trainer({"vllm_engine_kwargs": {"enable_sleep_mode": sleeps}}, model=base)
+    engine, calls = ColocatedEngine(trainer.model, trainer.args), []
     engine.llm = SimpleNamespace(wake_up=lambda: calls.append("wake_up"), sleep=lambda level: calls.append("sleep"))
     with engine.awake():
         calls.append("awake")

@@ -95,12 +95,9 @@ def assert_is_the_run(run: Run, model) -> None:
         assert torch.equal(logits(model), run.reference)
 
 
-def test_the_run_moved(run):
+def test_the_folder_as_model(run, tmp_path):
     assert (run.wanted - run.reference).abs().max() > 0.01
     assert run.wanted.shape[-1] == 32
-
-
-def test_the_folder_as_model(run, tmp_path):
     again = run.make(run.folder, {"output_dir": str(tmp_path)})
     assert_is_the_run(run, again.model)
     with again.model.reference():
@@ -116,19 +113,6 @@ def test_the_folder_as_reference(run, tmp_path):
     )
     assert torch.equal(logits(trainer.model.ref_model), run.wanted)
     assert torch.equal(logits(trainer.model), run.reference)
-
-
-def test_a_loaded_adapter(run, tmp_path):
-    base = resized(run.base, run.size)
-    loaded = get_peft_model(base, run.config)
-    for parameter in loaded.parameters():
-        if parameter.requires_grad:
-            torch.nn.init.normal_(parameter.data, std=0.05)
-    wanted, reference = logits(loaded), run.reference
-    trainer = run.make(loaded, {"output_dir": str(tmp_path)})
-    assert torch.equal(logits(trainer.model), wanted)
-    with trainer.model.disable_adapter():
-        assert torch.equal(logits(trainer.model), reference)
 
 
 def test_the_folder_as_critic(run, tmp_path):
