@@ -70,7 +70,9 @@ def start(tmp_path: Path):
     return started
 
 
-@pytest.mark.parametrize(("script", "copies"), [(PAIR, 2), pytest.param(SLURM, 1, marks=pytest.mark.nightly)], ids=["torchrun", "slurm"])
+@pytest.mark.parametrize(
+    ("script", "copies"), [(PAIR, 2), pytest.param(SLURM, 1, marks=pytest.mark.nightly)], ids=["torchrun", "slurm"]
+)
 def test_a_script_of_the_page_trains_on_two_processes(start, tmp_path, script, copies):
     started = [start(script) for _ in range(copies)]
     said = [process.communicate(timeout=200)[0] for process in started]
