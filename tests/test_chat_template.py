@@ -14,7 +14,7 @@ from transformers import AddedToken
 from transformers.utils import chat_template_utils
 
 from helpers.agents import TEMPLATE
-from helpers.runs import final_state, logs
+from helpers.runs import assert_same_run
 from helpers.scripted import Scripted
 from helpers.tiny import CHAT_TEMPLATE, other_tokenizer, scorer, tiny_model
 from hfppo import TextEnvironment
@@ -98,9 +98,7 @@ def test_a_run_resumed_on_another_day_equals_the_straight_run(make_dated, tmp_pa
     resumed = make_dated({**config, "output_dir": str(tmp_path / "resumed")}, **kwargs)
     assert of_day(resumed, resumed.rollout(TALKS[:1]).prompt_ids[0].tolist()) == "08"
     resumed.train(resume_from_checkpoint=True)
-    for name, tensor in final_state(straight).items():
-        assert torch.equal(final_state(resumed)[name], tensor), name
-    assert logs(resumed) == logs(straight)
+    assert_same_run(straight, resumed)
     for trainer in (straight, resumed):  # also what comes later
         assert of_day(trainer, trainer.rollout(TALKS[:1]).prompt_ids[0].tolist()) == "07"
     evaluated = [{k: v for k, v in t.evaluate().items() if "reward" in k} for t in (straight, resumed)]

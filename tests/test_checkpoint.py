@@ -1,5 +1,6 @@
 """A run stopped at any step and resumed equals the straight run, bit for bit: weights, optimiser and logs."""
 
+import itertools
 import json
 import shutil
 from dataclasses import MISSING, fields
@@ -11,7 +12,17 @@ from datasets import Dataset
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
 
-from helpers.runs import count_digits, critic_state, final_state, logged, logs, read_log, small_trainer, stops_at_kl
+from helpers.runs import (
+    assert_same_end,
+    assert_same_run,
+    count_digits,
+    critic_state,
+    logged,
+    logs,
+    read_log,
+    small_trainer,
+    stops_at_kl,
+)
 from hfppo import AdaptiveKLCallback, PPOCallback, PPOTrainer, Rollout, RunPageCallback
 from hfppo.checkpoint import PPOCheckpoint, RunDescription, Standing
 from hfppo.metrics import Meter, merge, parts, sums_from_dict, values_of
@@ -53,16 +64,10 @@ FAST = (
 )
 
 
-RARE = [pytest.mark.slow, pytest.mark.nightly]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS if name not in FAST]
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        name if name in FAST else pytest.param(name, marks=RARE if "ahead" in name else pytest.mark.slow)
-        for name in VARIANTS
-    ],
-)
+@pytest.mark.parametrize("variant", [*FAST, *SLOW])
 def test_resuming_equals_the_straight_run(make_trainer, tmp_path: Path, variant):
     config, kwargs = VARIANTS[variant]
     kwargs = dict(kwargs)
@@ -80,12 +85,7 @@ def test_resuming_equals_the_straight_run(make_trainer, tmp_path: Path, variant)
         resumed = trainer(str(tmp_path / f"from-{step}"), save_strategy="no")
         resumed.train(resume_from_checkpoint=True)
         assert resumed.state.global_step == 12
-        assert resumed.ppo_state == straight.ppo_state
-        expected, got = final_state(straight), final_state(resumed)
-        assert expected.keys() == got.keys()
-        for name in expected:
-            assert torch.equal(expected[name], got[name]), f"from step {step}: {name}"
-        assert logs(resumed) == logs(straight), f"from step {step}"
+        assert_same_run(straight, resumed)
         written = [[list(entry) for entry in read_log(run.args.output_dir)] for run in (straight, resumed)]
         assert written[0] == written[1]  # to the order of the names
 
@@ -144,39 +144,24 @@ def test_adaptive_kl_moves_beta_after_the_rollout_it_was_measured_on(make_traine
     assert trainer.ppo_state.kl_coef == pytest.approx(expected[-1] * (1 + 0.2 * 8 / 100))
 
 
-def test_best_model_is_loaded_with_its_critic(make_trainer, dataset):
-    calls = []
-
-    def falling(completions, **kwargs):
-        """Training sees a real reward, evaluations one that falls, so that the first checkpoint is the best."""
-        if len(completions) == len(dataset):
-            calls.append(1)
-            return [-float(len(calls))] * len(completions)
-        return count_digits(completions)
-
+def test_best_model_is_loaded_with_its_critic(make_trainer):
+    """Each score is lower than the one before, so that the first checkpoint is the best."""
+    scores = itertools.count(0, -1)
+    fields = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    fields |= {"metric_for_best_model": "eval_reward", "greater_is_better": True}
     trainer = make_trainer(
-        {
-            **CONFIG,
-            "max_steps": 4,
-            "eval_strategy": "steps",
-            "eval_steps": 1,
-            "per_device_eval_batch_size": 16,
-            "load_best_model_at_end": True,
-            "metric_for_best_model": "eval_reward",
-            "greater_is_better": True,
-        },
-        reward_funcs=falling,
-        eval_dataset=dataset,
+        CONFIG | fields,
+        reward_funcs=lambda completions, **_: [float(next(scores)) for _ in completions],
+        eval_dataset=ROWS,
     )
     trainer.train()
     assert trainer.state.best_global_step == 1
-    saved = load_file(Path(trainer.state.best_model_checkpoint) / "critic" / "critic.safetensors")
-    for name, tensor in critic_state(trainer.model).items():
-        assert torch.equal(tensor, saved[name]), name
-    adapter = load_file(Path(trainer.state.best_model_checkpoint) / "adapter_model.safetensors")
-    loaded = get_peft_model_state_dict(trainer.model)
-    for name, tensor in adapter.items():
-        assert torch.equal(tensor, loaded[name]), name
+    best = Path(trainer.state.best_model_checkpoint)
+    of_critic, adapter = load_file(best / "critic/critic.safetensors"), load_file(best / "adapter_model.safetensors")
+    found = critic_state(trainer.model)
+    assert [name for name, tensor in found.items() if not torch.equal(tensor, of_critic[name])] == []
+    found = get_peft_model_state_dict(trainer.model)
+    assert [name for name, tensor in adapter.items() if not torch.equal(tensor, found[name])] == []
 
 
 def test_a_resumed_run_has_the_rates_that_it_is_given(make_trainer):
@@ -288,10 +273,8 @@ def test_only_runs_that_need_it_fix_their_number_of_processes(finished, make_tra
 
 def test_resuming_a_finished_run_makes_no_further_step(finished, resume):
     again = resume(Path(finished.args.output_dir) / "checkpoint-4")
-    expected, got = final_state(finished), final_state(again)
     assert again.state.global_step == 4
-    assert expected.keys() == got.keys()
-    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+    assert_same_end(again, finished)
 
 
 STEP = {"num_mini_batches": 1, "num_ppo_epochs": 1, "save_strategy": "steps", "save_steps": 1}  # one per rollout

@@ -80,12 +80,6 @@ def test_the_policy_the_reference_and_the_saved_adapter_are_the_owners(make_trai
     assert torch.allclose(logprobs(plain), policy, atol=1e-5)
 
 
-def test_an_adapter_in_half_precision_is_rounded_otherwise(make_trainer):
-    model = given().to(torch.bfloat16)
-    policy = logprobs(model)
-    assert torch.allclose(logprobs(make_trainer(model=model, peft_config=None).model), policy, atol=0.2)
-
-
 def test_a_disabled_adapter_trains_as_if_it_were_enabled(make_trainer):
     model = given()
     policy = logprobs(model)

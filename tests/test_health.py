@@ -324,16 +324,6 @@ def test_every_check_has_its_section_and_its_row_with_the_limit(page, name):
     assert {name: ast.literal_eval(limit) for name, limit in rows.items()} == HealthCallback().limits
 
 
-@pytest.mark.parametrize(
-    ("size", "rate", "told"), [(2 * 10**9, 2e-4, True), (2 * 10**9, 5e-5, False), (10**9, 2e-4, False)]
-)
-def test_a_large_base_has_a_lower_learning_rate(make_trainer, monkeypatch, size, rate, told):
-    trainer = make_trainer(ONE_STEP)
-    monkeypatch.setattr(type(trainer.model.causal_lm), "num_parameters", lambda self: size)
-    messages = Log(trainer, HealthCallback())(1, learning_rate=rate)
-    assert ["learning_rate is 0.0002, above 5e-05: " in message for message in messages] == [True] * told
-
-
 @pytest.mark.parametrize(("estimator", "fails"), [("gae", False), ("grpo", True)])
 def test_prompts_without_a_signal_matter_to_estimators_that_compare_within_them(make_trainer, estimator, fails):
     trainer = make_trainer(ONE_STEP | {"advantage_estimator": estimator, "num_generations": 2})

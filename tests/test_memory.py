@@ -5,7 +5,6 @@ import re
 import sys
 from contextlib import suppress
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import gpu_memory
@@ -97,20 +96,16 @@ def measured(config: PreTrainedConfig, setup: Setup, tmp_path: Path) -> dict[str
         return peaks | {"update": allocated(tmp_path, update)}
 
 
-# Each shape, critic and setting of checkpointing; the others are slow.
-FAST = [("llama", "adapter", False), ("qwen2, grouped queries", "adapter", True), ("gpt2", "shared", True)]
-ALL = [
-    pytest.param(
-        shape,
-        {"critic": kind, "activation_checkpointing": on},
-        marks=[] if (shape, kind, on) in FAST else pytest.mark.slow,
-    )
-    for shape, kind, on in product(SHAPES, ("adapter", "shared"), (False, True))
+# Each shape, critic and setting of checkpointing.
+PEAKS = [
+    ("llama", {"critic": "adapter", "activation_checkpointing": False}),
+    ("qwen2, grouped queries", {"critic": "adapter", "activation_checkpointing": True}),
+    ("gpt2", {"critic": "shared", "activation_checkpointing": True}),
 ]
 TOP_LAYER = {"critic_layers": 1, "activation_checkpointing": False, "bf16": False, "dtype": "float32"}
 
 
-@pytest.mark.parametrize(("shape", "fields"), [*ALL, ("llama", TOP_LAYER)])
+@pytest.mark.parametrize(("shape", "fields"), [*PEAKS, ("llama", TOP_LAYER)])
 def test_a_peak_is_what_the_allocator_hands_out(shape, fields, tmp_path):
     """With `critic_layers` the critic starts from the base's states of the reference pass."""
     setup = replace(SMALL, **fields)
@@ -131,23 +126,6 @@ def test_the_peak_of_sampling_is_the_samplers(shape, prompt, new):
     with torch.autocast("cpu", torch.bfloat16):
         peak = live.peak_of(lambda: sampler(ids.tolist(), list(range(rows))))
     assert estimate(SHAPES[shape], setup).phases["sampling"] == pytest.approx(peak, rel=0.1)
-
-
-def test_live_storages_by_hand():
-    live = LiveStorages(Tensor)
-    kept = []
-
-    def run():
-        first = torch.zeros(100)  # 400 bytes
-        second = first + 1  # 800
-        del first  # 400
-        kept.append(second.view(10, 10))  # the same storage
-        torch.zeros(50)  # 600, and 400 again
-
-    assert live.peak_of(run) == 800
-    assert live.now == 400
-    kept.clear()
-    assert live.now == 0
 
 
 @pytest.fixture

@@ -201,13 +201,6 @@ assert {entry["metadata"]["source_dataset"] for _, entry in train} == {"chain_su
 rows = tasks.make_rows(train, 0, args)
 said = [[{"role": "assistant", "content": f" {answer}\\n"}] for answer in rows["answer"]]
 assert tasks.make_reward(train, args)(said, rows["entry"]) == [1.0] * len(rows)
-for given, wanted in (("chain_sums", "it has chain_sum"), ("composite", "at least one dataset")):
-    try:
-        tasks.create_task(given, {}, 3, 0)
-    except ValueError as error:
-        assert wanted in str(error), error
-    else:
-        raise AssertionError(given)
 """
     run = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]

@@ -94,12 +94,8 @@ def assert_same_traces(result: dict, one: dict) -> None:
             assert trace["columns"][name] == numbers, name
 
 
-def test_one_process_resumes_bit_for_bit(one):
-    assert_resumed_exactly(one)
-
-
-def test_several_processes_resume_bit_for_bit(several):
-    for result in several:
+def test_one_process_and_several_resume_bit_for_bit(one, several):
+    for result in (one, *several):
         assert_resumed_exactly(result)
 
 
@@ -120,9 +116,6 @@ def test_several_processes_do_what_one_does(one, several):
     assert len(one["completions"]) == 7, "neither cut nor repeated, though it does not divide by two"
     for result in several:
         assert_like_one(result, one)
-
-
-def test_traces_of_several_processes_are_those_of_one(one, several):
     assert [trace["updated_step"] for trace in one["traces"]] == [1, 1]
     assert_same_traces(several[0], one)
 
@@ -145,11 +138,3 @@ def test_a_micro_batch_rarely_waits_for_the_device_whatever_its_rows(second_devi
 def test_a_rollout_ahead_where_the_model_is_placed_late(second_device, tmp_path):
     rewards = json.loads(run(*second_device, HELPERS / "ahead_on_second_device.py", tmp_path).splitlines()[-1])
     assert len(rewards) == 2
-
-
-@pytest.mark.nightly
-def test_an_attention_of_the_device_alone_runs_by_path(second_device, tmp_path):
-    """As flash attention does on a GPU: neither checks nor the trial of packed rows run on the CPU."""
-    found = json.loads(run(*second_device, HELPERS / "attention_of_second_device.py", tmp_path).splitlines()[-1])
-    assert (found["before"], found["devices"]) == (0, ["second:0"])
-    assert found["packed"] == {"LlamaForCausalLM": True, "LlamaModel": True}
