@@ -15,7 +15,7 @@ import pytest
 from transformers import Trainer, TrainerCallback
 
 from helpers.processes import HELPERS, environment
-from helpers.runs import SMALL, assert_same_end, small_trainer
+from helpers.runs import SMALL, assert_same_end, count_digits, read_log, small_trainer
 from helpers.tiny import tiny_model
 from hfppo import PPOCallback, PPOTrainer
 from hfppo.saving.checkpoint_folders import find_last_intact, finish_renames, publish, rotate
@@ -354,6 +354,22 @@ def test_a_refused_run_leaves_the_files_of_a_folder(make_trainer, tmp_path, monk
             resume_from_checkpoint=stage == "resuming"
         )
     assert names(tmp_path / "old", "*") == ["notes.txt"]
+
+
+def test_a_trainer_whose_first_rollout_failed_can_train_again(make_trainer, tmp_path, run_page):
+    failures = [RuntimeError]
+
+    def fails_once(completions, **kwargs):
+        if failures:
+            raise failures.pop()
+        return count_digits(completions)
+
+    trainer = make_trainer({"max_steps": 2}, reward_funcs=fails_once)
+    with pytest.raises(RuntimeError):
+        trainer.train()
+    trainer.train()
+    assert names(tmp_path / "out", "*") == ["metrics.jsonl", "run.html"]
+    assert [entry["step"] for entry in read_log(tmp_path / "out")] == [1, 2, 2]
 
 
 @pytest.mark.parametrize("always", [False, True])
