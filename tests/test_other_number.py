@@ -35,7 +35,7 @@ def assert_same_end(found: dict, straight: dict) -> None:
     assert found.keys() == straight.keys()
     for case, run in straight.items():
         for name, numbers in run["weights"].items():
-            assert found[case]["weights"][name] == pytest.approx(numbers, rel=0, abs=2e-6), (case, name)
+            assert found[case]["weights"][name] == pytest.approx(numbers, rel=0, abs=1e-6), (case, name)
         for entry, expected in zip(found[case]["logs"], run["logs"], strict=True):
             assert entry == pytest.approx(expected, rel=1e-4, abs=1e-5), case
 

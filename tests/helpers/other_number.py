@@ -22,6 +22,7 @@ OUT, *START = sys.argv[1:]
 CONFIG = {
     **{"per_device_train_batch_size": 2, "rollout_size": 16, "save_strategy": "steps", "save_steps": 1},
     **{"max_steps": 6, "logging_steps": 3, "learning_rate": 1e-3},  # 4 steps on a rollout
+    "adam_epsilon": 1e-6,  # at 1e-8 a gradient that nearly cancels takes a whole step, of its rounding
 }
 # Each with the step of the checkpoint that is resumed from, unless another is given.
 CASES = {
