@@ -133,16 +133,20 @@ def test_the_page_of_a_run_that_is_killed_and_resumed(make_trainer, tmp_path, mo
         assert [t["rollout"] for t in read_page(page)[0]["traces"]] == [number] * 4
 
 
+@pytest.mark.usefixtures("run_page")
 def test_completions_are_thinned_and_warnings_shown(make_trainer, tmp_path, monkeypatch):
     health = HealthCallback()
     health.found = {"kl": "a warning"}
     page, trainer = RunPageCallback(health), make_trainer()
+    monkeypatch.setattr(run_page, "MOST_TOKENS", 4)
+    rollout = trainer.rollout(["请问1+1="] * 2)
     for number in range(1, 40):
-        if not (number - 1) % page._every:
-            page._traces[number] = [trace(number, "p", 0.0)]
-            page._thin()
+        ppo_state = replace(trainer.ppo_state, rollouts=number)
+        given = {"rollout": rollout, "ppo_state": ppo_state, "processing_class": trainer.processing_class}
+        page.on_rollout_end(trainer.args, trainer.state, trainer.control, **given)
     assert list(page._traces) == list(range(1, 40, 4))
-    assert len(page._traces) <= MOST_ROLLOUTS
+    assert [len(one.table.rows) for traces in page._traces.values() for one in traces] == [4] * 10, "of six tokens"
+    assert all(run_page.stride(n) * MOST_ROLLOUTS >= n for n in range(1, 1000))
     page._write(trainer.args, trainer.state)
     assert read_page(tmp_path / "out/run.html")[0]["warnings"] == ["a warning"]
     page.on_push_begin(trainer.args, trainer.state, trainer.control)

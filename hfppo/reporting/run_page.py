@@ -6,6 +6,7 @@ import logging
 import re
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from fnmatch import filter as match_names
 from itertools import chain
 from pathlib import Path
@@ -32,7 +33,7 @@ DATA = re.compile(r"^const runs = (.*);$", re.MULTILINE)
 MOST_POINTS = 500  # of a curve; more logs become means of neighbours
 MOST_ROLLOUTS = 16  # whose completions the page has; more are thinned to every second
 MOST_COMPLETIONS = 4  # of a rollout
-MOST_TOKENS = 2500  # of a rollout's completions
+MOST_TOKENS = 2500  # of a rollout's completions; the end of a longer one is left out
 WRITE_EVERY = 5.0  # seconds
 SHARE_OF_TIME = 0.01  # that writing may take
 
@@ -83,14 +84,13 @@ class RunPageCallback(PPOCallback):
         self.health = health or HealthCallback()
         self._traces: dict[int, list[Trace]] = {}  # by the rollout's number
         self._history: list[dict[str, float]] = []  # the numbers of the logs
-        self._every = 1  # rollouts
         self._next = 0.0  # when to write again
         self._is_public = False  # pushed
         self._display: Any = None  # in a notebook
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Take the completions of the page that a resumed run has; a new run begins with none."""
-        self._traces, self._history, self._every, self._display = {}, [], 1, None
+        self._traces, self._history, self._display = {}, [], None
         file = Path(args.output_dir) / PAGE
         if not (state.is_world_process_zero and state.global_step and file.is_file()):
             return
@@ -106,16 +106,18 @@ class RunPageCallback(PPOCallback):
     def on_rollout_end(self, args, state, control, *, rollout, ppo_state, processing_class=None, **kwargs):
         """Keep the first completions, of every rollout or of every n-th."""
         number = ppo_state.rollouts
-        if not state.is_world_process_zero or (number - 1) % self._every:
+        every = stride(number)
+        self._traces = {n: traces for n, traces in self._traces.items() if (n - 1) % every == 0}
+        if not state.is_world_process_zero or (number - 1) % every:
             return
         kl, lengths = args.reward_kl_estimator, rollout.real.sum(dim=1).cumsum(dim=0)
         count = max(1, min(MOST_COMPLETIONS, int((lengths <= MOST_TOKENS).sum())))
+        tables = [TokenTable.from_rollout(rollout, i, processing_class, kl) for i in range(count)]
         place = {"rollout": number, "step": state.global_step, "kl_coef": ppo_state.kl_coef, "kind": "rollout"}
         self._traces[number] = [
-            Trace.from_rollout(rollout, i, TokenTable.from_rollout(rollout, i, processing_class, kl), **place)
-            for i in range(count)
+            Trace.from_rollout(rollout, i, replace(table, rows=table.rows[:MOST_TOKENS]), **place)
+            for i, table in enumerate(tables)
         ]
-        self._thin()
 
     def on_log(self, args, state, control, **kwargs):
         """Write the page, if it is time."""
@@ -132,12 +134,6 @@ class RunPageCallback(PPOCallback):
         self._is_public, file = True, Path(args.output_dir) / PAGE
         if state.is_world_process_zero and file.is_file():
             write_page(file, render_page([{**run, "traces": []} for run in read_page(file)]))
-
-    def _thin(self) -> None:
-        """Forget every second rollout while there are too many."""
-        while len(self._traces) > MOST_ROLLOUTS:
-            self._every *= 2
-            self._traces = dict(list(self._traces.items())[::2])
 
     def _write(self, args: PPOConfig, state: Any) -> None:
         began, file = time.monotonic(), Path(args.output_dir) / PAGE
@@ -168,6 +164,14 @@ class RunPageCallback(PPOCallback):
             self._display = display(frame, display_id=True)
         else:
             self._display.update(frame)
+
+
+def stride(number: int) -> int:
+    """Return the power of two n such that every n-th of so many rollouts are at most `MOST_ROLLOUTS`."""
+    every = 1
+    while (number - 1) // every >= MOST_ROLLOUTS:
+        every *= 2
+    return every
 
 
 def run_data(name: str, traces: Iterable[Trace], **more: Any) -> dict[str, Any]:
