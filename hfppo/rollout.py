@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -10,11 +11,14 @@ from torch import Tensor
 
 from hfppo.state import stream_seed
 from hfppo.support.devices import copy_to
+from hfppo.tape import Tape
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sequences:
     """B prompts with their completions. P prompt tokens, C tokens of the critic's prompt, T completion tokens.
+
+    The completion of an agent's episode is the tape of its calls. `conversation` tells which rows models read for it.
 
     Index t of every (B, T) field is about completion token t. Log-probabilities are in nats, at the sampling
     temperature, float32.
@@ -27,6 +31,7 @@ class Sequences:
     truncated: Tensor  # (B,) bool, True where a limit, not EOS or the environment, ended the completion
     rollout_logprobs: Tensor  # (B, T) log π_rollout, as the sampler reported it
     context: Tensor | None = None  # (B, T) bool, True on tokens of tools and environments: attended to, never credited
+    conversation: Tensor | None = None  # (B, T) int64, number of each token's conversation; None: one each
     critic_prompt_ids: Tensor | None = None  # (B, C) as `prompt_ids`; None: the critic reads `prompt_ids`
     critic_prompt_mask: Tensor | None = None  # (B, C) as `prompt_mask`
 
@@ -50,6 +55,38 @@ class Sequences:
         if self.critic_prompt_ids is None or self.critic_prompt_mask is None:
             return self.prompt_ids, self.prompt_mask
         return self.critic_prompt_ids, self.critic_prompt_mask
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the fields that are set, by name."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+
+    def stored_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of a checkpoint: `base_states` are large, and can be computed again."""
+        return {name: value for name, value in self.tensors().items() if name != "base_states"}
+
+    @property
+    def tape(self) -> Tape | None:
+        """Where the tokens are in `by_conversation`; None: where they are here."""
+        if self.conversation is None:
+            return None
+        return Tape.of(self.conversation, self.real, self.prompt_ids.shape[1])
+
+    def by_conversation(self) -> Self:
+        """Return a row for each conversation. The critic reads those after an episode's first after its own prompt."""
+        if (tape := self.tape) is None:
+            return self
+        width, is_first = self.prompt_ids.shape[1], tape.is_first[:, None]
+        rows: dict[str, Any] = {"conversation": None}
+        for name, x in (("ids", self.completion_ids), ("mask", self.real)):
+            first = tape.spread(x)[:, :width]
+            rows[f"prompt_{name}"] = getattr(self, f"prompt_{name}")[tape.episodes].where(is_first, first)
+            if (prompt := getattr(self, f"critic_prompt_{name}")) is not None:
+                later = torch.cat([prompt[tape.episodes], first[:, -1:]], dim=1)
+                rows[f"critic_prompt_{name}"] = F.pad(prompt[tape.episodes], (1, 0)).where(is_first, later)
+        for name, x in self.stored_tensors().items():
+            if name not in rows:
+                rows[name] = x[tape.episodes] if x.dim() == 1 else tape.spread(x)[:, width:]
+        return replace(self, **rows)
 
     def joined(self) -> dict[str, Tensor]:
         """Return token ids and attention mask of prompts and completions, (B, P + T) each.
@@ -89,6 +126,7 @@ class Rollout(Sequences):
     # (B, T) π/π_rollout after the actor's steps, by which the critic's weight the returns; None: not computed.
     value_ratio: Tensor | None = None
     value_mask: Tensor | None = None  # (B, T) bool, the tokens that the critic's loss counts; None: as the actor's
+    share: Tensor | None = None  # (B,) a conversation's part of its episode's tokens in the loss; None: all
     # (N, H) states of the base below the critic's layers, of all rows' real tokens, row after row; None: not kept.
     base_states: Tensor | None = None
 
@@ -97,13 +135,12 @@ class Rollout(Sequences):
         """(B, T) bool, True on the tokens that the critic's loss counts."""
         return self.loss_mask if self.value_mask is None else self.value_mask
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the fields that are set, by name."""
-        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
-
-    def stored_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of a checkpoint: `base_states` are large, and can be computed again."""
-        return {name: value for name, value in self.tensors().items() if name != "base_states"}
+    def by_conversation(self) -> Self:
+        """Return a row for each conversation, with its share of the episode; see `Sequences`."""
+        rows = super().by_conversation()
+        if (tape := self.tape) is None:
+            return rows
+        return replace(rows, share=rows.fitted.sum(dim=1) / self.fitted.sum(dim=1).clamp(min=1)[tape.episodes])
 
     def select(self, rows: Tensor) -> "Rollout":
         """Return the given rows, (N,) int64, without the columns that are padding in all of them."""

@@ -64,6 +64,7 @@ class Sample:
     ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)  # False on context, the tokens of tools and environments
     logprobs: list[float] = field(default_factory=list)  # log π_rollout, nats; 0 on context
+    conversation: list[int] = field(default_factory=list)  # number of each token's, of an agent; see `Sequences`
     text: Text = ""  # the completion that reward functions get
     turns: int = 0
     ended: Ended | None = None  # None while the completion is sampled
@@ -114,6 +115,7 @@ def pad(samples: Sequence[Sample], pad_id: int, several_turns: bool) -> Sequence
     completion_ids, real = pad_right([sample.ids for sample in samples], torch.int64, pad_id)
     mask, _ = pad_right([sample.sampled for sample in samples], torch.bool)
     logprobs, _ = pad_right([sample.logprobs for sample in samples], torch.float32)
+    conversation, _ = pad_right([sample.conversation for sample in samples], torch.int64)
     return Sequences(
         prompt_ids=prompt_ids,
         prompt_mask=prompt_mask,
@@ -122,6 +124,7 @@ def pad(samples: Sequence[Sample], pad_id: int, several_turns: bool) -> Sequence
         truncated=torch.tensor([sample.truncated for sample in samples]),
         rollout_logprobs=logprobs,
         context=real & ~mask if several_turns else None,
+        conversation=conversation if conversation.numel() else None,
         critic_prompt_ids=critic_prompt_ids,
         critic_prompt_mask=critic_prompt_mask,
     )

@@ -45,7 +45,7 @@ def forward_passes(
         if needs_policy or model.critic is not None:
             base_states = [reference.base_states for reference in references]
             outputs = policy_pass(model, batches, base_states, needs_policy, args)
-    reference, output = (join_in_order(parts, order, sequences.lengths) for parts in (references, outputs))
+    reference, output = (join_in_order(parts, order, sequences) for parts in (references, outputs))
     return Passes(
         old_logprobs=output.logprobs,
         ref_logprobs=reference.logprobs,
@@ -63,20 +63,21 @@ def single_pass(
     order, batches = batches_of(model, sequences, accelerator, args)
     with eval_mode(model), autocast(accelerator):
         outputs = [model(**batch, want=want) for batch in batches]
-    return join_in_order(outputs, order, sequences.lengths)
+    return join_in_order(outputs, order, sequences)
 
 
 def batches_of(
     model: ActorCritic, sequences: Sequences, accelerator: Accelerator, args: PPOConfig
 ) -> tuple[Tensor, list[Inputs]]:
-    """Return the rows in the order of the passes, (B,), and their batches on the device."""
-    inputs = {**sequences.joined(), "completion_mask": sequences.mask}
-    order, shared = order_rows(model.causal_lm, **sequences.after(*sequences.read_by_critic))
+    """Return the conversations in the order of the passes, (B,), and their batches on the device."""
+    read = sequences.by_conversation()
+    inputs = {**read.joined(), "completion_mask": read.mask}
+    order, shared = order_rows(model.causal_lm, **read.after(*read.read_by_critic))
     size = args.local_rollout_forward_batch_size
     if is_sharded(model):  # equally many forwards on every process
         size = size or ROWS
     else:
-        size = pass_rows(model, size, sequences.lengths, accelerator.device, shared)
+        size = pass_rows(model, size, read.lengths, accelerator.device, shared)
     return order, [{name: x[rows].to(accelerator.device) for name, x in inputs.items()} for rows in order.split(size)]
 
 
@@ -110,17 +111,19 @@ def keep(model: ActorCritic, outputs: TokenOutputs) -> TokenOutputs:
     return outputs._replace(base_states=outputs.base_states.to("cpu", model.base_states_dtype))
 
 
-def join_in_order(parts: list[TokenOutputs], order: Tensor, lengths: Tensor) -> TokenOutputs:
-    """Join parts into outputs for all rows, on the CPU.
+def join_in_order(parts: list[TokenOutputs], order: Tensor, sequences: Sequences) -> TokenOutputs:
+    """Join parts into outputs for all sequences, on the CPU.
 
     Args:
-        order: (B,) the row numbers of the parts.
-        lengths: (B,) real tokens of each row.
+        order: (B,) the numbers of the parts' conversations.
     """
-    back = order.argsort()
+    back, tape = order.argsort(), sequences.tape
     whole = TokenOutputs(*(None if xs[0] is None else torch.cat(xs).cpu() for xs in zip(*parts, strict=True)))
     joined = {name: x[back] for name, x in whole._asdict().items() if x is not None and name != "base_states"}
+    if tape is not None:
+        joined = {name: tape.collect(x) for name, x in joined.items()}
     if whole.base_states is not None:
+        lengths = sequences.by_conversation().lengths
         joined["base_states"] = select_packed(whole.base_states, lengths[order], back)
     return TokenOutputs(**joined)
 

@@ -122,7 +122,7 @@ class CriticPretraining:
         The explained variance, 1 − Var(V − R)/Var(R), does not count the error of the mean.
         """
         args, model, meter = self.run.args, self.run.model, Meter()
-        for rollout in held_out:
+        for rollout in (held.by_conversation() for held in held_out):
             size = pass_rows(model, args.local_rollout_forward_batch_size, rollout.lengths, args.device)
             for micro_batch in rollout.micro_batches(math.ceil(len(rollout) / size)):
                 batch = micro_batch.to(args.device)

@@ -101,7 +101,10 @@ def ppo_loss(terms: list[LossTerm], batch: Rollout, size: MiniBatchSize, args: P
         if term.coef:
             mode, counts = term.reduction or args.loss_reduction, size.critic if term.of_critic else size.actor
             mask = batch.fitted if term.of_critic else batch.loss_mask
-            reduced = F.reduce(term.per_token, mask, mode, *counts, args.max_completion_length)
+            per_token = term.per_token
+            if batch.share is not None and mode == "seq-mean-token-mean":  # of an episode, not of a conversation
+                per_token = per_token * batch.share[:, None]
+            reduced = F.reduce(per_token, mask, mode, *counts, args.max_completion_length)
             total = total + (term.coef if term.of_critic or not critic_only else 0.0) * reduced
     return total
 

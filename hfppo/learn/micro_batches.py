@@ -42,13 +42,15 @@ def cut_mini_batch(
     "pieces" has the micro-batch, in several pieces if it has more than `max_tokens` tokens in a forward.
     The other entries are flat token ids and masks, by which Trainer counts tokens and floating-point operations.
     """
-    order, shared = order_rows(model.causal_lm, **mini_batch.after(*mini_batch.read_by_critic))
-    num_pieces = num_micro_batches
+    rows = mini_batch.by_conversation()
+    order, shared = order_rows(model.causal_lm, **rows.after(*rows.read_by_critic))
+    # A piece has no more conversations on average than a micro-batch has episodes, so that memory suffices.
+    num_pieces = -(-len(rows) * num_micro_batches // len(mini_batch))
     if max_tokens is not None:  # the same number on all processes: sharded models compute together
-        sizes = sizes_within(mini_batch.lengths[order].tolist(), shared.tolist(), max_tokens)
+        sizes = sizes_within(rows.lengths[order].tolist(), shared.tolist(), max_tokens)
         own = torch.tensor([len(sizes)], device=accelerator.device)
-        num_pieces = max(num_micro_batches, int(accelerator.gather(own).max()))
-    pieces = mini_batch.micro_batches(num_pieces, order, shared)
+        num_pieces = max(num_pieces, min(len(rows), int(accelerator.gather(own).max())))
+    pieces = rows.micro_batches(num_pieces, order, shared)
     cuts = [i * len(pieces) // num_micro_batches for i in range(num_micro_batches + 1)]
     return [{**flatten_sequences(some), "pieces": some} for some in (pieces[a:b] for a, b in pairwise(cuts))]
 
