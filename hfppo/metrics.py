@@ -48,6 +48,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "tools/unknown_frac": ("mean", "Share of tool calls that name no tool."),
     "tools/timeout_frac": ("mean", "Share of tool calls that took longer than tool_timeout."),
     "agent/failed_frac": ("mean", "Share of episodes in which the agent failed."),
+    "agent/conversations": ("mean", "Conversations of an agent's episode."),
     "tools/malformed_frac": ("mean", "Share of turns with a tool call that could not be read."),
     "kl": ("mean", "KL of π_old to the reference per token, nats, by `kl_estimator`; k1 may be negative."),
     "kl_k3": ("mean", "The same by k3, which is never negative, nats per token."),

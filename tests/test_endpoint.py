@@ -9,17 +9,22 @@ import threading
 import time
 
 import pytest
+import torch
+import torch.nn.functional as F
 from datasets import Dataset
 from safetensors.torch import load_file
+from torch.testing import assert_close
 from transformers.utils import get_json_schema
 
-from helpers.agents import EOS, add, agent_trainer, call, collect, count_messages, talking_trainer, text_of
-from helpers.endpoint import Nodding, chat, listening, nodding, said, saying_trainer
-from hfppo import Command
+from helpers.agents import EOS, TALK, add, agent_trainer, call, collect, count_messages, talking_trainer, text_of
+from helpers.endpoint import Nodding, chat, listening, nodding, said, saying_trainer, wandering
+from hfppo import Command, TokenTraceCallback
 from hfppo.checks.engine import whole_faults
 from hfppo.endpoint.chat import warn_of_ignored
 from hfppo.endpoint.command import KEPT
 from hfppo.environments import episodes
+from hfppo.reporting.traces import read_traces, trace_file
+from hfppo.state import stream_seed
 
 pytest.importorskip("uvicorn")
 LONG = "abc " * 200
@@ -62,7 +67,7 @@ OUTCOMES = {
     ),
     "no room for the next call": (
         lambda ask: (ask(), refused(ask("more"), "context_length_exceeded")),
-        {"max_completion_length": 9},
+        {"max_completion_length": 9, "max_prompt_length": 10},
         (0.0, 0, "dropped_result", 1),
     ),
     "a prompt that is too long": (
@@ -258,7 +263,14 @@ def adapter(folder):
 
 
 def test_training_is_that_of_an_environment_and_resumes(tmp_path, monkeypatch):
-    """To the bit: the same seeds, whatever the order of calls; rollouts ahead, and a run that goes on."""
+    """To the bit, with the seeds of calls: whatever their order; rollouts ahead, and a run that goes on."""
+
+    def sample_turns(self, sample, waiting, greedy):
+        prompts = [one.row.prompt_ids + one.ids for one in waiting]
+        seeds = [stream_seed(one.row.seed, *ids, 0) for one, ids in zip(waiting, prompts, strict=True)]
+        return sample(prompts, seeds, [self.budget(one) for one in waiting])
+
+    monkeypatch.setattr(episodes.EpisodePlayer, "sample_turns", sample_turns)
     monkeypatch.setattr(episodes, "PATIENCE", 5.0)  # the same batches; others round otherwise
     config = {"max_steps": 8, "save_strategy": "steps", "save_steps": 2}
 
@@ -287,14 +299,107 @@ def test_training_is_that_of_an_environment_and_resumes(tmp_path, monkeypatch):
     assert not same(straight, by_agent)
 
 
-def test_a_second_conversation_is_an_error_that_shows_the_difference(tmp_path):
+def conversations(trainer, rollout) -> list[str]:
+    """The text of each conversation, prompt included."""
+    read = rollout.by_conversation().joined()
+    shown = zip(read["input_ids"], read["attention_mask"], strict=True)
+    return [trainer.processing_class.decode(ids[mask]) for ids, mask in shown]
+
+
+def test_requests_that_do_not_append_begin_conversations(tmp_path):
+    """A helper, a branch, other tools, and a conversation that is full."""
+
     def play(ask):
         ask()
-        ask.messages[1:] = [{"role": "assistant", "content": "b"}, {"role": "user", "content": "more"}]
-        return ask().status_code == 400
+        start = [*ask.messages]
+        chat(ask.base_url, ask.api_key, [{"role": "user", "content": "help"}])
+        ask("more")
+        chat(ask.base_url, ask.api_key, [*start, {"role": "user", "content": "no"}])
+        chat(ask.base_url, ask.api_key, start + ask.messages[2:3], tools=[get_json_schema(add)])
+        ask("full" * 5)
+        return 1.0
 
-    with pytest.raises(ValueError, match=r'a second conversation .*: message 1 is .*"b".*, and was .*"a"'):
-        collect(saying_trainer(tmp_path, listening(play)), 1)
+    trainer = saying_trainer(tmp_path, listening(play), config={"max_completion_length": 24})
+    rollout, transcript, metrics = collect(trainer, 1, training=True)
+    first, end = "<user>go 0 <eos><assistant>a<eos>", "<eos><assistant>a<eos>"
+    full = f"{first}<user>more{end}<user>{'full' * 5}{end}"
+    assert conversations(trainer, rollout) == [
+        f"{first}<user>more{end}", f"<user>help{end}", f"{first}<user>no{end}", f"[add]{first}<user>more{end}", full
+    ]  # fmt: skip
+    assert text_of(trainer, rollout, 0, rollout.mask) == f"a{EOS}" * 6, "each token once"
+    assert (metrics["agent/conversations"], metrics["turns/mean"]) == (5.0, 6.0)
+    roles = "".join(message["role"][0] for message in transcript.completions[0])
+    assert roles == "a" + "ua" + "ua" + "uaua" + "uaua" + "uauaua"
+
+
+def test_parallel_calls_get_the_same_answers_in_any_order(tmp_path):
+    """Also two of one conversation, and two of one prompt, which get answers of their own."""
+    orders = iter([(0, 1, 2, 3), (3, 1, 0, 2)])
+
+    async def agent(base_url, api_key, prompt, **row):
+        first = await asyncio.to_thread(chat, base_url, api_key, prompt)
+        main = [*prompt, said(first)]
+        asked = [[*main, {"role": "user", "content": text}] for text in "bc"] + [
+            [{"role": "user", "content": "d"}]
+        ] * 2
+        calls = []
+        for number in next(orders):
+            calls.append(asyncio.create_task(asyncio.to_thread(chat, base_url, api_key, asked[number])))
+            await asyncio.sleep(0.05)
+        return float(len([said(call) for call in await asyncio.gather(*calls)]))
+
+    found = []
+    for _ in range(2):
+        trainer = talking_trainer(tmp_path, environment_factory=None, agent=agent)
+        rollout = trainer.rollout([[{"role": "user", "content": "hi"}]])
+        found.append(sorted(conversations(trainer, rollout)))
+        assert rollout.scores.tolist() == [4.0]
+        assert len(found[-1]) == 4
+    assert {*found[0][:2]} == {*found[1][:2]}
+    assert len({*found[0]}) == 4
+
+
+def test_numbers_of_each_conversation_are_those_of_its_own_forward(tmp_path):
+    """Log-probs, the sampler's too, and values; after an update that changes nothing, those of a trace."""
+    config = {"max_steps": 2, "critic_layers": 1, "bootstrap_truncated": True, "learning_rate": 0.0}
+    trace = TokenTraceCallback(num_completions=2)
+    trainer = talking_trainer(tmp_path, config, environment_factory=None, agent=wandering, callbacks=[trace])
+    torch.manual_seed(0)
+    for parameter in trainer.model.critic_parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    trainer.train()
+    rollout = trainer._run.rollout
+    read = rollout.by_conversation()
+    assert len(read) == 4 * len(rollout)
+    assert read.mask.sum() == rollout.mask.sum()
+    for row in (read.select(torch.tensor([i])) for i in range(len(read))):
+        ids = row.joined()["input_ids"][row.joined()["attention_mask"]][None]
+        sampled = F.pad(row.mask, (ids.shape[1] - row.mask.shape[1], 0))
+        with torch.no_grad():
+            found = trainer.model(ids, torch.ones_like(ids), sampled)
+        for name in ("old_logprobs", "rollout_logprobs", "values"):
+            expected = found.values if name == "values" else found.logprobs
+            assert_close(getattr(row, name)[row.mask], expected[sampled], atol=1e-4, rtol=0)
+    assert read.values[read.mask].std() > 1e-2
+    for traced in read_traces(trace_file(tmp_path, 1)):
+        tokens = [row for row in traced.table.rows if row.logprob is not None]
+        assert max(abs(row.logprob - row.new_logprob) for row in tokens) < 1e-4
+
+
+GROUPS = {"advantage_estimator": "grpo", "num_generations": 2, "gamma_turn": None, "lam_turn": None}
+
+
+@pytest.mark.parametrize("config", [{"rollouts_ahead": 1}, {**GROUPS, "loss_reduction": "seq-mean-token-mean"}])
+def test_training_on_conversations_resumes_to_the_bit(tmp_path, monkeypatch, config):
+    monkeypatch.setattr(episodes, "PATIENCE", 5.0)
+    given = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2, **config}
+    for name, checkpoint in (("straight", None), ("resumed", tmp_path / "straight/checkpoint-2")):
+        trainer = talking_trainer(tmp_path / name, given, environment_factory=None, agent=wandering)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.save_model()
+    one, other = (adapter(tmp_path / name) for name in ("straight", "resumed"))
+    assert all(one[name].equal(other[name]) for name in one)
+    assert trainer.evaluate(TALK.select(range(3)))["eval_completions/mean_length"] > 0
 
 
 def test_a_client_that_asks_again_gets_the_answer_it_has_missed(tmp_path):

@@ -83,7 +83,9 @@ def test_every_metric_of_the_table_appears_in_a_log_and_no_other(make_trainer, d
     seen = {name for entry in trainer.state.log_history if "loss" in entry for name in entry}
     seen = {name for name in seen if not name.startswith("clip/epoch_2/")}  # as those of the first epoch
     elsewhere = {name for name in METRICS if name.startswith("critic_pretraining") or "candidates" in name}
-    expected = METRICS.keys() - elsewhere - EPISODE_METRICS - {"time/straggler", "agent/failed_frac"}
+    expected = (
+        METRICS.keys() - elsewhere - EPISODE_METRICS - {"time/straggler", "agent/failed_frac", "agent/conversations"}
+    )
     assert seen - {"epoch", "step", "grad_norm"} == {
         name.format(function="scores", name="length", part="epoch_1", third=third)
         for name in expected

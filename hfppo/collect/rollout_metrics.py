@@ -125,8 +125,13 @@ def measure_episodes(samples: Sequence[Sample]) -> Measures:
     limits = {limit: torch.tensor([sample.ended is limit for sample in samples]) for limit in LIMITS}
     rewards = [reward for sample in samples for reward in sample.turn_rewards.values()]
     failed = [sample.counts["failed_agents"] for sample in samples if "failed_agents" in sample.counts]
+    conversations = [1 + max(sample.conversation) for sample in samples if sample.conversation]
+    of_agents = {
+        "agent/failed_frac": parts(torch.tensor(failed)),
+        "agent/conversations": parts(torch.tensor(conversations)),
+    }
     return {
-        **({"agent/failed_frac": parts(torch.tensor(failed))} if failed else {}),
+        **(of_agents if failed else {}),
         "turns/mean": parts(turns),
         "turns/max": parts(turns),
         **{f"turns/{limit}_frac": parts(reached) for limit, reached in limits.items()},

@@ -44,9 +44,9 @@ class Request:
     stop: tuple[str, ...] = ()
 
     @property
-    def keys(self) -> list[str]:
-        """The part of each message that survives a client; see `key_of`."""
-        return [key_of(message) for message in self.messages]
+    def keys(self) -> tuple[str, ...]:
+        """The tools, and the part of each message that survives a client; see `key_of`."""
+        return json.dumps(self.tools), *map(key_of, self.messages)
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hfppo.data.prompts import EMPTY_PROMPT, Row
+from hfppo.data.prompts import Row
 from hfppo.endpoint.command import Command
 from hfppo.endpoint.session import Call, Session
 from hfppo.environments.agents import Agents, EnvironmentPool
-from hfppo.environments.chat_format import make_chat_format, text_message
+from hfppo.environments.chat_format import make_chat_format
 from hfppo.environments.environment import finite_reward
 from hfppo.environments.episodes import Ask, Episode, EpisodePlayer, TurnSampler, columns_for
 from hfppo.rewards.reward_func import is_async
@@ -59,7 +59,6 @@ class AgentPlayer(EpisodePlayer):
 
         Raises:
             RuntimeError: all agents of a rollout have failed.
-            ValueError: an agent has begun a second conversation.
         """
         episodes = super().play(rows, sample, greedy, any_active, timed, at_once)
         if errors := [episode.error for episode in episodes if episode.error is not None]:
@@ -91,16 +90,17 @@ class AgentPlayer(EpisodePlayer):
             error = raised
         finally:
             await asyncio.wrap_future(server.end(key))
-        if session.fault is not None:
-            raise session.fault
         if limit.expired():
-            session.ended = Ended.UNFINISHED
-        if episode.turns == 0:
-            await self.fill(episode, ask)
-        elif error is not None and session.ended is not Ended.STOPPED:
+            session.limit = Ended.UNFINISHED
+        called, episode.ended = bool(session.answered), session.ended
+        if not called:
+            await session.fill()
+        elif error is not None and episode.ended is not Ended.STOPPED:
             value, error = 0.0, None  # the policy has reached a limit, which must not be better than a bad answer
-        episode.ended, episode.text, episode.error = session.ended, episode.messages, error
-        episode.failed = error is not None or episode.turns == 0
+        session.write()
+        episode.turns *= called
+        episode.text, episode.error = episode.messages, error
+        episode.failed = error is not None or not called
         episode.counts["failed_agents"] = int(error is not None)
         episode.final_reward = value if isinstance(value, Real) else None
         episode.row = replace(episode.row, columns={**episode.row.columns, "outputs": value})
@@ -120,17 +120,6 @@ class AgentPlayer(EpisodePlayer):
         """
         if isinstance(value, Real) or (self.is_judge and value is not None):
             finite_reward("agent", value)
-
-    async def fill(self, episode: Episode, ask: Ask) -> None:
-        """Let the policy say one token, which fills the place of an episode without a call."""
-        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
-        prompt = self.chat_format.rendered(EMPTY_PROMPT, **options)["input_ids"]
-        prompt = prompt or self.chat_format.eos_ids[:1]  # some templates make no tokens of an empty message
-        turn = await ask(Call(prompt, episode.row.seed, budget=1))
-        columns = {**episode.row.columns, "prompt": EMPTY_PROMPT}
-        episode.row = replace(episode.row, prompt_ids=prompt, columns=columns)
-        episode.append(turn.ids, turn.logprobs)
-        episode.messages = [text_message(self.chat_format.tokenizer, turn.ids)]
 
 
 def load_program(

@@ -1,11 +1,13 @@
-"""The conversation of one episode of an agent, token by token.
+"""The calls of one episode of an agent, token by token.
 
-Sampled tokens are never tokenized again. A request that begins with the messages of the conversation so far, up to
-and including the policy's last answer, continues its tokens; only the messages after it are rendered.
+Sampled tokens are never tokenized again. A request that begins with a conversation that was served before, up to and
+including the policy's answer, continues its tokens; only the messages after it are rendered. Any other request begins
+a conversation of its own.
 """
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +15,8 @@ from jinja2 import TemplateError
 
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import Message
-from hfppo.endpoint.chat import Answer, Refusal, Request
+from hfppo.data.prompts import EMPTY_PROMPT
+from hfppo.endpoint.chat import Answer, Refusal, Request, key_of
 from hfppo.environments.chat_format import ChatFormat, parse_turn, text_message
 from hfppo.environments.episodes import Episode
 from hfppo.generation.stop_strings import StopStrings
@@ -21,22 +24,35 @@ from hfppo.sample import Ended, Turn
 from hfppo.state import stream_seed
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Call:
-    """One call of the policy."""
+    """One call of the policy, and its answer."""
 
-    prompt: list[int]
+    request: Request
+    prompt: list[int]  # all tokens that the policy reads
+    start: int  # tokens with which the conversation has begun
     seed: int
     budget: int  # maximum number of tokens
+    before: "Call | None" = None  # the call that it continues
+    sampling: asyncio.Future[Turn] = field(default_factory=asyncio.Future)
+    is_awaited: bool = True  # False after the client has left without an answer
+    turn: Turn | None = None
+    answer: Answer | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens that the policy has read and sampled."""
+        assert self.turn is not None
+        return self.prompt + self.turn.ids
 
 
 @dataclass
 class Session:
-    """The calls of one episode. All methods run in the server's event loop.
+    """The calls of one episode. They come in the server's event loop.
 
     Args:
         ask: samples the policy's answer to a call.
-        max_prompt: maximum number of tokens of the prompt; None: no limit.
+        max_prompt: maximum number of tokens with which a conversation begins; None: no limit.
     """
 
     episode: Episode
@@ -44,13 +60,21 @@ class Session:
     chat_format: ChatFormat
     args: PPOConfig
     max_prompt: int | None
-    served: Request | None = None  # the conversation so far, the policy's last answer included
-    last: tuple[Request, Answer] | None = None
-    ended: Ended = Ended.STOPPED  # how the episode ended, as far as is known
-    fault: Exception | None = None  # an error that ends the run
+    calls: list[Call] = field(default_factory=list)  # in the order of their requests
+    served: dict[tuple[str, ...], Call] = field(default_factory=dict)  # by the conversation with the answer
+    limit: Ended | None = None  # that the latest request has met
     is_over: bool = False
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    sampling: dict[tuple[int, ...], asyncio.Task[Turn]] = field(default_factory=dict)  # by prompt
+
+    @property
+    def answered(self) -> list[Call]:
+        """The calls whose answers have reached the agent."""
+        return [call for call in self.calls if call.answer is not None]
+
+    @property
+    def ended(self) -> Ended:
+        """How the episode ended, as far as is known."""
+        is_cut = any(call.turn.truncated for call in self.answered[-1:] if call.turn is not None)
+        return self.limit or (Ended.CUT if is_cut else Ended.STOPPED)
 
     async def answer(self, request: Request, client_left: asyncio.Future, is_retry: bool = False) -> Answer:
         """Return the policy's answer to a request, and record it.
@@ -62,48 +86,36 @@ class Session:
         Raises:
             Refusal: the request cannot be answered.
         """
-        async with self.lock:
-            if is_retry and self.last is not None and self.last[0] == request:
-                return self.last[1]  # the client left while it was sent
-            new = self.new_tokens(request)
-            call = self.call(request, new)
-            task = self.find_task(call)
-            await asyncio.wait({task, client_left}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise Refusal(499, "the client has left")
-            self.sampling = {}
-            if self.is_over:
-                raise Refusal(401, "the episode is over")
-            answer = self.record(request, new, task.result(), call)
-            self.last = request, answer
-            return answer
+        call = self.find_missed(request, is_retry) or self.begin(request)
+        await asyncio.wait({call.sampling, client_left}, return_when=asyncio.FIRST_COMPLETED)
+        call.is_awaited = call.sampling.done()
+        if not call.is_awaited:
+            raise Refusal(499, "the client has left")
+        if self.is_over:
+            raise Refusal(401, "the episode is over")
+        return call.answer or self.record(call, call.sampling.result())
 
-    def find_task(self, call: Call) -> asyncio.Task[Turn]:
-        """Return what samples an answer: for an earlier client that has left, or from now on."""
-        key = tuple(call.prompt)
-        for other in self.sampling.keys() - {key}:
-            self.sampling.pop(other).cancel()
-        return self.sampling.setdefault(key, self.sampling.get(key) or asyncio.create_task(self.ask(call)))
+    def find_missed(self, request: Request, is_retry: bool) -> Call | None:
+        """Return a call with the same request whose answer the client has missed; None if there is none."""
+        equal = [call for call in self.calls if call.request == request]
+        missed = [call for call in equal if not call.is_awaited] or (equal if is_retry else [])
+        return missed[-1] if missed else None
 
     async def end(self) -> None:
         """Answer no more requests."""
         self.is_over = True
-        for task in self.sampling.values():
-            task.cancel()
-        async with self.lock:  # the request that is being answered ends
-            pass
+        for call in self.calls:
+            call.sampling.cancel()
 
-    def new_tokens(self, request: Request) -> list[int]:
-        """Return what a request adds to the episode: the prompt at first, then context.
+    def begin(self, request: Request) -> Call:
+        """Begin to sample the answer to a request.
 
         Raises:
-            Refusal: the episode is over, a limit is reached, or the chat template cannot render the request.
+            Refusal: a limit is reached, or the chat template cannot render the request.
         """
-        if self.is_over:
-            raise Refusal(401, "the episode is over")
         most = self.args.max_tool_calling_iterations
-        if most is not None and self.episode.turns >= most:
-            self.ended = Ended.UNFINISHED
+        if most is not None and sum(call.is_awaited for call in self.calls) >= most:
+            self.limit = Ended.UNFINISHED
             raise Refusal(400, f"the episode has had its max_tool_calling_iterations={most} calls", "too_many_calls")
         if request.tools and self.chat_format.role != "tool":
             raise Refusal(
@@ -112,68 +124,72 @@ class Session:
                 "processing_class, as docs/calculator.md does",
             )
         try:
-            return self.prompt(request) if self.served is None else self.context(request, self.served)
+            before, prompt = self.read(request)
         except (TemplateError, TypeError, ValueError) as error:
             raise Refusal(400, f"the chat template cannot render the messages: {error}") from error
+        call = self.make_call(request, prompt, before)
+        call.sampling = asyncio.create_task(self.ask(call))
+        self.calls.append(call)
+        return call
 
-    def prompt(self, request: Request) -> list[int]:
-        """Return the tokens of the first request."""
+    def read(self, request: Request) -> tuple[Call | None, list[int]]:
+        """Return the call that a request continues, if there is one, and the tokens that the policy reads."""
+        keys = request.keys
+        known = (self.served.get(keys[:count]) for count in range(len(keys), 0, -1))
+        if (before := next(filter(None, known), None)) is not None:
+            if not (replies := request.messages[len(before.request.messages) + 1 :]):
+                raise Refusal(400, "the messages end with the policy's own answer; append one that it can answer")
+            with suppress(ValueError):  # the template renders earlier messages differently when these follow
+                closed = before.tokens[-1] in self.chat_format.eos_ids
+                return before, before.tokens + self.chat_format.reply_ids(replies, closed)
+        if not (prompt := self.render(request)):
+            raise Refusal(400, "the messages have no tokens")
+        return None, prompt
+
+    def render(self, request: Request) -> list[int]:
+        """Return the tokens of a whole request."""
         safe = [{**one, "content": self.chat_format.neutralize(one["content"])} for one in request.messages]
         options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
-        ids = self.chat_format.rendered(safe, tools=request.tools or None, **options)["input_ids"]
-        if not ids:
-            raise Refusal(400, "the messages have no tokens")
-        self.check_room(len(ids), self.max_prompt)
-        return ids
+        return self.chat_format.rendered(safe, tools=request.tools or None, **options)["input_ids"]
 
-    def context(self, request: Request, served: Request) -> list[int]:
-        """Return the tokens of the messages after the policy's last answer."""
-        episode, count = self.episode, len(served.messages)
-        if request.tools != served.tools or request.keys[:count] != served.keys:
-            self.fault = ValueError(describe_difference(request, served))
-            raise Refusal(400, str(self.fault))
-        if not (replies := request.messages[count:]):
-            raise Refusal(400, "the messages end with the policy's own answer; append one that it can answer")
-        ids = self.chat_format.reply_ids(replies, episode.ids[-1] in self.chat_format.eos_ids)
-        self.check_room(len(episode.ids) + len(ids) + 1, self.args.max_completion_length)
-        return ids
+    def make_call(self, request: Request, prompt: list[int], before: Call | None) -> Call:
+        """Return a call with its seed and budget.
+
+        The seed depends on the tokens, so that parallel calls may come in any order.
+
+        Raises:
+            Refusal: there is no room for an answer.
+        """
+        most, length = self.args.max_completion_length, len(prompt)
+        start = length if before is None else before.start
+        if length - start >= most and self.args.max_prompt_length is not None:  # goes on as a prompt, if it fits
+            before, start = None, length
+        self.check_room(length - start + 1, most)
+        if before is None:
+            self.check_room(length, self.max_prompt)
+        asked = sum(call.prompt == prompt for call in self.calls)
+        limits = [start + most - length, self.args.max_turn_length, request.max_tokens]
+        seed = stream_seed(self.episode.row.seed, *prompt, asked)
+        return Call(request, prompt, start, seed, min(limit for limit in limits if limit), before)
 
     def check_room(self, length: int, most: int | None) -> None:
         """Raise Refusal if so many tokens are too many."""
         if most is not None and length > most:
-            self.ended = Ended.DROPPED if self.episode.turns else Ended.STOPPED
+            self.limit = Ended.DROPPED if self.answered else None
             message = f"the maximum context length is {most} tokens, and the messages need {length}; shorten them"
             raise Refusal(400, message, "context_length_exceeded")
 
-    def call(self, request: Request, new: list[int]) -> Call:
-        """Return the call for a request that adds some tokens."""
-        episode, turns = self.episode, self.episode.turns
-        before = episode.row.prompt_ids + episode.ids if turns else []
-        room = self.args.max_completion_length - len(episode.ids) - (len(new) if turns else 0)
-        limits = [room, self.args.max_turn_length, request.max_tokens]
-        seed = stream_seed(episode.row.seed, turns) if turns else episode.row.seed
-        return Call(before + new, seed, min(limit for limit in limits if limit))
-
-    def record(self, request: Request, new: list[int], turn: Turn, call: Call) -> Answer:
-        """Append the answer to the episode, and return it."""
-        episode = self.episode
-        turn, stop = cut_at_stop(turn, StopStrings(self.chat_format.tokenizer, request.stop))
-        message = self.message(request, turn, call.prompt)
+    def record(self, call: Call, turn: Turn) -> Answer:
+        """Keep the answer to a call, and return it."""
+        call.turn, stop = cut_at_stop(turn, StopStrings(self.chat_format.tokenizer, call.request.stop))
+        message = self.message(call.request, call.turn, call.prompt)
         if stop is not None:
             message["content"] = message["content"].partition(stop)[0]
-        if self.served is None:
-            columns = {**episode.row.columns, "prompt": request.messages}
-            episode.row = replace(episode.row, prompt_ids=new, columns=columns)
-        else:
-            episode.messages += request.messages[len(self.served.messages) :]
-            episode.append(new)
-        episode.append(turn.ids, turn.logprobs)
-        episode.messages.append(message)
-        episode.turns += 1
-        self.ended = Ended.CUT if turn.truncated else Ended.STOPPED
-        self.served = replace(request, messages=[*request.messages, message])
-        finish = "length" if turn.truncated else "tool_calls" if message.get("tool_calls") else "stop"
-        return Answer(message, finish, len(call.prompt), len(turn.ids))
+        finish = "length" if call.turn.truncated else "tool_calls" if message.get("tool_calls") else "stop"
+        call.answer = Answer(message, finish, len(call.prompt), len(call.turn.ids))
+        self.served[(*call.request.keys, key_of(message))] = call
+        self.limit = None
+        return call.answer
 
     def message(self, request: Request, turn: Turn, prompt: list[int]) -> Message:
         """Return an answer as a message; a cut one has no calls."""
@@ -187,6 +203,39 @@ class Session:
             message["tool_calls"] = calls
         return message
 
+    async def fill(self) -> None:
+        """Let the policy say one token, which fills the place of an episode without a call."""
+        request = Request(EMPTY_PROMPT)
+        prompt = self.render(request) or self.chat_format.eos_ids[:1]  # some templates make no tokens of it
+        call = Call(request, prompt, len(prompt), self.episode.row.seed, budget=1)
+        self.calls.append(call)
+        self.record(call, replace(await self.ask(call), truncated=False))
+
+    def write(self) -> None:
+        """Write the tape of the answered calls on the episode, in the order of their requests.
+
+        Of two calls that continue the same one, the second begins a conversation with the tokens so far.
+        """
+        episode = self.episode
+        last: list[Call] = []  # of each conversation
+        for call in self.answered:
+            assert call.turn is not None
+            assert call.answer is not None
+            new, messages, number = call.prompt, call.request.messages, len(last)
+            if call.before in last:
+                number = last.index(call.before)
+                new, messages = new[len(call.before.tokens) :], messages[len(call.before.request.messages) + 1 :]
+            last[number : number + 1] = [call]
+            if episode.turns == 0:
+                columns = {**episode.row.columns, "prompt": messages}
+                episode.row = replace(episode.row, prompt_ids=new, columns=columns)
+                new, messages = [], []
+            episode.append(new)
+            episode.append(call.turn.ids, call.turn.logprobs)
+            episode.conversation += [number] * (len(new) + len(call.turn.ids))
+            episode.messages += [*messages, call.answer.message]
+            episode.turns += 1
+
 
 def cut_at_stop(turn: Turn, stops: StopStrings) -> tuple[Turn, str | None]:
     """Return a turn up to the token that completes the first stop string, and that string.
@@ -198,21 +247,3 @@ def cut_at_stop(turn: Turn, stops: StopStrings) -> tuple[Turn, str | None]:
     text = stops.tokenizer.decode(turn.ids[:end])
     first = min((string for string in stops.strings if string in text), key=text.index, default=None)
     return Turn(turn.ids[:end], turn.logprobs[:end]), first
-
-
-def describe_difference(request: Request, served: Request) -> str:
-    """Return an error that shows where a request leaves the conversation of its episode."""
-    advice = "An episode is one conversation, to which messages are appended"
-    if request.tools != served.tools:
-        return f"the agent has changed its tools within an episode. {advice}"
-    pairs = zip([*request.keys, "nothing"], served.keys, strict=False)
-    number, (given, known) = next((n, pair) for n, pair in enumerate(pairs) if pair[0] != pair[1])
-    return (
-        f"the agent has begun a second conversation in its episode: message {number} is {shorten(given)}, and was "
-        f"{shorten(known)}. {advice}"
-    )
-
-
-def shorten(key: str) -> str:
-    """Return the beginning and the end of a text."""
-    return key if len(key) <= 200 else f"{key[:120]} … {key[-60:]}"

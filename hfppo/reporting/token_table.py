@@ -39,6 +39,7 @@ class TokenRow:
     return_: float | None = column("return")
     advantage: float | None = column("advantage")
     turn: int | None = None  # the model's turn, from 1, in a completion of several turns
+    conversation: int | None = None  # of an agent's episode, from 0; the first one follows the prompt
     counted: bool = True  # False: the losses leave this token out
     new_logprob: float | None = column("log π_new")  # after the last update on the rollout
     ratio: float | None = column("ratio")  # π_new/π_old
@@ -76,6 +77,7 @@ class TokenTable(JupyterMixin):
             "return_": rollout.returns,
             "advantage": rollout.advantages,
             "counted": rollout.loss_mask,
+            "conversation": rollout.conversation,
             "turn": None if rollout.context is None else turn_starts(rollout.mask).cumsum(dim=1),
         }
         real = rollout.real[index]
@@ -83,8 +85,8 @@ class TokenTable(JupyterMixin):
         texts = token_texts(rollout.completion_ids[index][real].tolist(), tokenizer)
         rows = []
         for t, sampled in enumerate(rollout.mask[index][real].tolist()):
-            numbers = {name: column[t] for name, column in columns.items()} if sampled else {"counted": False}
-            rows.append(TokenRow(texts[t], **numbers))
+            numbers = {name: column[t] for name, column in columns.items() if sampled or name == "conversation"}
+            rows.append(TokenRow(texts[t], **{"counted": False, **numbers}))
         prompt = tokenizer.decode(rollout.prompt_ids[index][rollout.prompt_mask[index]])
         return cls(str(prompt), float(rollout.scores[index]), rows)
 

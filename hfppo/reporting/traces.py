@@ -14,7 +14,7 @@ from hfppo.functional.kl import clamp_log_ratio
 from hfppo.models.actor_critic import ActorCritic, Want
 from hfppo.models.modes import eval_mode
 from hfppo.reporting.token_table import TokenRow, TokenTable
-from hfppo.rollout import Rollout
+from hfppo.rollout import Rollout, Sequences
 from hfppo.support.files import ignore_write_errors, write_atomically
 
 TRACES = "_traces"  # in the output folder; Trainer does not push folders whose name begins with "_"
@@ -54,8 +54,9 @@ class Trace:
         """Return plain values, the table by columns."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "table"}
         columns = {f.name: [getattr(row, f.name) for row in self.table.rows] for f in fields(TokenRow)}
-        if all(turn is None for turn in columns["turn"]):  # a completion of one turn
-            del columns["turn"]
+        for name in ("turn", "conversation"):
+            if all(number is None for number in columns[name]):  # a completion of one turn, or of no agent
+                del columns[name]
         return {**plain, "prompt": self.table.prompt, "score": self.table.score, "columns": columns}
 
     @classmethod
@@ -76,11 +77,22 @@ def add_update(trace: Trace, model: ActorCritic, args: PPOConfig, clip: Clip, st
         step: optimizer steps made so far.
     """
     rows = trace.table.rows
-    ids = torch.tensor([trace.prompt_ids + trace.completion_ids], device=args.device)
-    sampled = torch.tensor([[row.logprob is not None for row in rows]], device=args.device)
+    prompt, sampled = torch.tensor([trace.prompt_ids]), torch.tensor([[row.logprob is not None for row in rows]])
+    tape = Sequences(
+        prompt_ids=prompt,
+        prompt_mask=torch.ones_like(prompt, dtype=torch.bool),
+        completion_ids=torch.tensor([trace.completion_ids]),
+        mask=sampled,
+        truncated=torch.tensor([trace.truncated]),
+        rollout_logprobs=torch.zeros(sampled.shape),
+        context=~sampled,
+        conversation=torch.tensor([[row.conversation or 0 for row in rows]]),
+    )
+    read = tape.by_conversation()
+    inputs = {name: x.to(args.device) for name, x in {**read.joined(), "completion_mask": read.mask}.items()}
     with eval_mode(model):
-        want = Want(temperature=args.temperature, values=False)
-        new = model(ids, torch.ones_like(ids), sampled, want).logprobs.cpu()
+        new = model(**inputs, want=Want(temperature=args.temperature, values=False)).logprobs.cpu()
+    new = tape.tape.collect(new)
     old, advantages = (torch.tensor([[getattr(row, x) or 0.0 for row in rows]]) for x in ("logprob", "advantage"))
     after = {"new_logprob": new, "ratio": clamp_log_ratio(new - old).exp()}
     if args.policy_loss in CLIP_FRACTIONS:

@@ -38,7 +38,7 @@ from datasets import Dataset, disable_progress_bars
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from helpers.agents import Chatter, talking_trainer
-from helpers.endpoint import nodding
+from helpers.endpoint import wandering
 from helpers.processes import freeze_imports
 from helpers.runs import SMALL, final_state, logs, small_trainer, stops_at_kl
 from helpers.tiny import LORA, tiny_model
@@ -116,12 +116,10 @@ class MortalChatter(Chatter):
 
 
 def mortal_agent(out: str) -> Callable[..., float]:
-    """An agent that tells the audit hook of each episode, before it ends."""
+    """An agent that tells the audit hook of the moments between its conversations."""
 
     def agent(**row: Any) -> float:
-        reward = nodding(**row)
-        sys.audit("turn", out)
-        return reward
+        return wandering(pause=lambda: sys.audit("turn", out), **row)
 
     return agent
 

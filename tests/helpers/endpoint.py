@@ -111,3 +111,23 @@ def nodding(base_url, api_key, prompt, **row) -> float:
         messages += [said(response), {"role": "user", "content": "yes"}]
         reward = share_of_vowels(messages[-2]["content"] or "")
     return reward
+
+
+def wandering(base_url, api_key, prompt, pause=lambda: None, **row) -> float:
+    """Ask a helper, ask twice from one place, and begin again with a summary: four conversations of five calls."""
+
+    def ask(*messages):
+        response = chat(base_url, api_key, messages)
+        return (said(response)["content"] or "") if response.is_success else ""
+
+    def user(text):
+        return {"role": "user", "content": text}
+
+    first = ask(*prompt)
+    main = [*prompt, {"role": "assistant", "content": first}]
+    told = ask(user(f"help {first[:3]}"))
+    pause()
+    second = ask(*main, user(told[:3]))
+    ask(*main, user("no"))
+    pause()
+    return share_of_vowels(ask(user(f"so {second[:3]}")))

@@ -13,6 +13,7 @@ from build_arithmetic_base import character_tokenizer
 from datasets import Dataset
 
 from helpers.agents import TALK, talking_trainer
+from helpers.endpoint import wandering
 from helpers.processes import freeze_imports
 from helpers.runs import SMALL, count_digits, size_of, stops_at_kl
 from helpers.tiny import LORA, ragged_model
@@ -64,18 +65,23 @@ VARIANTS = [
     },
     {"privileged": True, "bootstrap_truncated": True},
     {"talks": True, "gamma_turn": 0.9, "max_completion_length": 40, "max_tokens_per_micro_batch": 100},
+    {"agent": wandering, "lam_turn": 1.0, "max_completion_length": 40, "loss_reduction": "seq-mean-token-mean"},
 ]
 DATASET = Dataset.from_list([{"prompt": f"请问{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3, 7)])
 TOLD = DATASET.map(lambda row: {"critic_prompt": f"{row['answer']}！{row['prompt']}"})
 
 
-def make(name: str, talks: bool = False, privileged: bool = False, stop_at: float = math.inf, **config) -> PPOTrainer:
+def make(
+    name: str, talks: bool = False, privileged: bool = False, stop_at: float = math.inf, agent=None, **config
+) -> PPOTrainer:
     config = {**CONFIG, **config}
     callbacks = [stops_at_kl(stop_at)]
     if config.get("kl_coef") != 0:
         callbacks.append(AdaptiveKLCallback(target=0.01, horizon=100))
-    if talks:
-        trainer = talking_trainer(OUT / name, config, eval_dataset=TALK.select(range(7)), callbacks=callbacks)
+    if talks or agent:
+        played = {"environment_factory": None, "agent": agent} if agent else {}
+        rows = TALK.select(range(7))
+        trainer = talking_trainer(OUT / name, config, eval_dataset=rows, callbacks=callbacks, **played)
     else:
         trainer = PPOTrainer(
             model=ragged_model(),
