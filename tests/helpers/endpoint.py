@@ -114,7 +114,7 @@ def nodding(base_url, api_key, prompt, **row) -> float:
 
 
 def wandering(base_url, api_key, prompt, pause=lambda: None, **row) -> float:
-    """Ask a helper, ask twice from one place, and begin again with a summary: four conversations of five calls."""
+    """Ask a helper, ask twice from one place, or not, and begin again with a summary: three or four conversations."""
 
     def ask(*messages):
         response = chat(base_url, api_key, messages)
@@ -128,6 +128,7 @@ def wandering(base_url, api_key, prompt, pause=lambda: None, **row) -> float:
     told = ask(user(f"help {first[:3]}"))
     pause()
     second = ask(*main, user(told[:3]))
-    ask(*main, user("no"))
+    if len(first) % 2:
+        ask(*main, user("no"))
     pause()
     return share_of_vowels(ask(user(f"so {second[:3]}")))
