@@ -12,16 +12,13 @@
 Needs trl. The scripts in `recipes/` show it.
 """
 
+import argparse
 import importlib
 import inspect
-import io
 import json
 import os
-import shutil
 import sys
-import textwrap
-from argparse import Action, ArgumentTypeError
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,23 +36,6 @@ from hfppo.config_checks import read_json
 WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's in JSON
 FILES = ("arrow", "csv", "json", "parquet", "text")  # formats that may be given in place of a dataset's name
 
-# Sections of PPOConfig in `--help`, each by its first field.
-SECTIONS = {
-    "learning_rate": "other defaults than TrainingArguments",
-    "bf16": "chosen by the dtype of the base if you leave them out",
-    "num_ppo_epochs": "the rollout",
-    "use_vllm": "the sampler",
-    "rollouts_ahead": "which policy samples",
-    "reward_weights": "rewards",
-    "kl_coef": "KL to the reference",
-    "advantage_estimator": "advantages",
-    "policy_loss": "the losses",
-    "critic_learning_rate": "the critic",
-    "model_init_kwargs": "evaluation and loading",
-    "log_completions": "output only",
-    "max_tokens_per_micro_batch": "speed and memory only",
-}
-
 
 @dataclass
 class ActorArguments(ModelConfig):
@@ -64,11 +44,6 @@ class ActorArguments(ModelConfig):
     use_peft: bool = field(default=True, metadata={"help": "Always True: the actor is an adapter."})
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout adds noise to the ratio."})
     lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"], metadata={"help": "LoRA layers."})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if str(self.lora_target_modules or "").isidentifier():  # TRL takes a single name out of its list: a pattern
-            self.lora_target_modules = [str(self.lora_target_modules)]
 
 
 @dataclass
@@ -99,38 +74,27 @@ class RewardArguments(DataArguments):
 
 
 class PPOParser(TrlParser):
-    """TRL's parser, with the errors of PPOConfig and a help that begins with this package's arguments.
+    """TRL's parser, with a help that shows this package's arguments, and with TRL's names of fields translated.
 
     Flags need their whole name, and `--resume_from_checkpoint true` means the last checkpoint, `auto` the same if
-    there is one. TRL's names of fields are translated. The flags of a ModelConfig become `model_init_kwargs`. An error
-    ends the script with its reason and no traceback. `--help` shows the values of `--config` and the sizes that they
-    make. `--help WORD` shows the arguments with this word in their name, and `--help-all` those of transformers and
-    TRL as well.
+    there is one. The flags of a ModelConfig become `model_init_kwargs`. An error ends the script with its reason and
+    no traceback. `--help` shows the values of `--config`, `--help WORD` the arguments with this word in their name,
+    and `--help-all` those of transformers and TRL as well.
 
     Args:
         dataclass_types: classes of arguments, such as `(DataArguments, PPOConfig, ActorArguments)`.
     """
 
     def __init__(self, dataclass_types: Any, **kwargs: Any) -> None:
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # help and completions have characters that a terminal may lack
-        classes = [dataclass_types] if isinstance(dataclass_types, type) else dataclass_types
+        classes: Any = [dataclass_types] if isinstance(dataclass_types, type) else dataclass_types
         self.config: type[PPOConfig] | None = next((cls for cls in classes if issubclass(cls, PPOConfig)), None)
-        self.of_config = {f.name for f in fields(self.config)} if self.config else set()
-        self.known: dict[str, dict[str, Any]] = {}  # options of each argument by its name
+        self.own = [f.name for cls in classes for f in fields(cls) if is_own(cls, f.name)]
+        self.known = [f.name for cls in classes for f in fields(cls)]
         self.in_file: dict[str, Any] = {}  # what the YAML file sets
-        super().__init__(dataclass_types, allow_abbrev=False, add_help=False, **kwargs)
-        super().add_argument("-h", "--help", nargs="?", const="")
-        super().add_argument("--help-all", action="store_true")
-
-    def add_argument(self, *names: str, **options: Any) -> Action:
-        """Add an argument of a dataclass. PPOConfig says what is wrong with a value of its fields."""
-        name = names[0].removeprefix("--")
-        if "dest" not in options:  # not the --no_… of another argument
-            self.known[name] = dict(options)
-            if name in self.of_config:
-                options |= {"type": text_if_unfit(options["type"]), "choices": None}
-        return super().add_argument(*names, **options)
+        usage = "%(prog)s [--config FILE.yaml] [--NAME VALUE ...]; --help WORD and --help-all show more arguments"
+        super().__init__(classes, allow_abbrev=False, add_help=False, usage=usage, **kwargs)
+        self.add_argument("-h", "--help", nargs="?", const="", help=argparse.SUPPRESS)
+        self.add_argument("--help-all", action="store_true", help=argparse.SUPPRESS)
 
     def parse_args_and_config(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Return an instance of each dataclass; `resume_from_checkpoint` is a path, "auto", True or None."""
@@ -163,13 +127,15 @@ class PPOParser(TrlParser):
         """
         words = sys.argv[1:] if args is None else list(args)
         namespace, rest = super().parse_known_args(words, namespace)
-        self.show_help(vars(namespace).pop("help"), vars(namespace).pop("help_all"))
-        unknown = {name: x for name, x in self.in_file.items() if name not in self.known} | read_flags(rest)
+        word, show_all = vars(namespace).pop("help"), vars(namespace).pop("help_all")
+        if word is not None or show_all:
+            self.show_help([name for name in self.known if show_all or (word and word in name)], word)
+        given = self.in_file | read_flags(words)
+        unknown = {name: x for name, x in (self.in_file | read_flags(rest)).items() if name not in self.known}
         if (rest and not rest[0].startswith("--")) or (unknown and not self.config):
             self.refuse(list(unknown) or rest)
         if unknown:
-            given = {*self.in_file, *read_flags(words)} & self.known.keys()
-            values = {name: getattr(namespace, name) for name in given} | unknown
+            values = {name: getattr(namespace, name) for name in given if name in self.known} | unknown
             vars(namespace).update(self.config.translate_names(values, self.known))
         return namespace, []
 
@@ -179,71 +145,21 @@ class PPOParser(TrlParser):
             self.config.translate_names(dict.fromkeys(unknown), self.known)
         raise ValueError(f"there is no argument for {', '.join(unknown)}")
 
-    def error(self, message: str) -> NoReturn:
-        """End the script with a reason; argparse would print all flags before it."""
-        self.exit(2, f"{self.prog}: error: {message}\n(--help lists the arguments, --help WORD some of them)\n")
-
-    def show_help(self, word: str | None, show_all: bool) -> None:
-        """Print the help that was asked for, if any, and end the script."""
-        if word is None and not show_all:
-            return
-        names = [name for name in self.known if word and word in name]
+    def show_help(self, names: list[str], word: str | None) -> None:
+        """Print the help of some arguments, or of this package's, the script's and the YAML file's; end the script."""
         if word and not names:
             self.refuse([word])
-        print(self.format_help([*self.known] if show_all else names))
+        for action in self._actions:
+            if action.dest not in (names or [*self.own, *self.in_file]):
+                action.help = argparse.SUPPRESS
+        self.print_help()
         self.exit()
 
-    def format_help(self, names: Sequence[str] = ()) -> str:
-        """Return the help of some arguments; of none: of this package's, the script's and the YAML file's."""
-        sections: dict[str, list[str]] = {}
-        for cls in self.dataclass_types:
-            for name in (f.name for f in fields(cls) if f.name in self.known):
-                title, is_own = section_of(cls, name)
-                if name in names or (not names and (is_own or name in self.in_file)):
-                    sections.setdefault(title, []).extend(self.describe_argument(name))
-        parts = [f"usage: {self.prog} [--config FILE.yaml] [--NAME VALUE ...]"]
-        parts += ["\n".join([f"{title}:", *lines]) for title, lines in sections.items()]
-        parts.append("--help-all shows those of transformers and TRL as well, --help WORD those with WORD in the name")
-        return "\n\n".join([*parts, self.describe_sizes()])
 
-    def describe_argument(self, name: str) -> list[str]:
-        """Return a flag with its choices, and below it its help and its default."""
-        options, default = self.known[name], self.get_default(name)
-        choices = f" {{{','.join(map(str, options['choices']))}}}" if options.get("choices") else ""
-        text = f"{options.get('help', '')} (default: {default})"
-        width = shutil.get_terminal_size().columns - 8
-        return [f"  --{name}{choices}", textwrap.indent(textwrap.fill(text, width), 6 * " ")]
-
-    def describe_sizes(self) -> str:
-        """Return the sizes of rollouts that the defaults make; empty without the arguments of PPO."""
-        names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs")
-        batch, accumulation, mini_batches, epochs = (self.get_default(name) for name in names)
-        if epochs is None:
-            return ""
-        processes = int(os.environ.get("WORLD_SIZE", "1"))
-        completions = batch * accumulation * mini_batches
-        if size := self.get_default("rollout_size"):
-            completions = size // processes
-        both = epochs, self.get_default("num_critic_epochs") or epochs
-        one_by_one = self.get_default("critic_update") not in (None, "together")
-        steps = (sum(both) if one_by_one else max(both)) * mini_batches
-        return (
-            f"sizes with these defaults and {processes} process(es): rollouts of {completions * processes} "
-            f"completions ({completions} per process), {steps} optimizer steps each"
-        )
-
-
-def section_of(cls: type, name: str) -> tuple[str, bool]:
-    """Return the title of a field's section in the help, and whether this package or the script declares the field."""
+def is_own(cls: type, name: str) -> bool:
+    """Return whether this package or the script declares a field, not transformers or TRL."""
     owner = next(base for base in cls.__mro__ if name in inspect.get_annotations(base))
-    package = owner.__module__.partition(".")[0]
-    if owner is PPOConfig:
-        before = [*inspect.get_annotations(PPOConfig)]
-        first = [other for other in before[: before.index(name) + 1] if other in SECTIONS][-1]
-        return f"PPOConfig: {SECTIONS[first]}", True
-    if package in ("transformers", "trl"):
-        return f"{owner.__name__} of {package}", False
-    return inspect.getdoc(owner).partition("\n")[0].rstrip("."), True
+    return owner.__module__.partition(".")[0] not in ("transformers", "trl")
 
 
 def read_flags(words: list[str]) -> dict[str, Any]:
@@ -258,18 +174,6 @@ def read_flags(words: list[str]) -> dict[str, Any]:
         if name:
             flags[name.replace("-", "_")] = read_json(WORDS.get(text, text)) if text else True
     return flags
-
-
-def text_if_unfit(convert: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return the same conversion, which leaves a text that does not fit as it is."""
-
-    def read(text: str) -> Any:
-        try:
-            return convert(text)
-        except (ArgumentTypeError, TypeError, ValueError):
-            return text
-
-    return read
 
 
 def init_kwargs(args: Any, model_args: ModelConfig) -> dict[str, Any]:
@@ -290,7 +194,7 @@ def actor_config(model_args: ActorArguments) -> PeftConfig | None:
     """Return the configuration of a new adapter from the flags; None if the model is already an adapter.
 
     Raises:
-        ValueError: `use_peft` is False, or flags are set that would configure an existing adapter; names them.
+        ValueError: `use_peft` is False.
     """
     if not model_args.use_peft:
         raise ValueError(
@@ -300,16 +204,7 @@ def actor_config(model_args: ActorArguments) -> PeftConfig | None:
         adapter = find_adapter_config_file(model_args.model_name_or_path, revision=model_args.model_revision)
     except OSError:  # no such model: PPOTrainer's error says more
         adapter = None
-    if adapter is None:
-        return get_peft_config(model_args)
-    default = type(model_args)()
-    names = [f.name for f in fields(model_args) if f.name.startswith(("lora_", "use_rslora", "use_dora"))]
-    if given := [name for name in names if getattr(model_args, name) != getattr(default, name)]:
-        raise ValueError(
-            f"{', '.join(given)}: model_name_or_path={model_args.model_name_or_path!r} is an adapter, which keeps its "
-            "own configuration; leave them out, or start from its base"
-        )
-    return None
+    return get_peft_config(model_args) if adapter is None else None
 
 
 def load_data(args: DataArguments) -> tuple[Dataset, Dataset | None]:
@@ -335,18 +230,11 @@ def load_data(args: DataArguments) -> tuple[Dataset, Dataset | None]:
 
 
 def import_function(name: str) -> Callable[..., Any]:
-    """Import a function by its dotted path, from a package or from a file in the working folder.
-
-    Raises:
-        ValueError: there is no such function.
-    """
+    """Import a function by its dotted path, from a package or from a file in the working folder."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     module, _, attribute = name.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{name!r} names no function that can be imported: {error}") from error
+    return getattr(importlib.import_module(module), attribute)
 
 
 def load_reward(name: str) -> Any:

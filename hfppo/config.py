@@ -1,6 +1,5 @@
 """The configuration of a run, in the style of TrainingArguments."""
 
-import logging
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -11,7 +10,7 @@ import torch
 from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
-from hfppo.config_checks import METRIC_SCHEDULERS, accumulation_steps, check_config, check_fields
+from hfppo.config_checks import accumulation_steps, check_config, check_fields
 from hfppo.functional import (
     ADVANTAGE_ESTIMATORS,
     KL_ESTIMATORS,
@@ -24,8 +23,6 @@ from hfppo.functional import (
     estimator_whitens,
 )
 from hfppo.trl_names import translate_names
-
-logger = logging.getLogger(__name__)
 
 # Types with a range and its words; `check_fields` reads them from annotations, HfArgumentParser ignores them.
 Count = Annotated[int, "at least 1", lambda x: x >= 1]
@@ -53,24 +50,6 @@ INHERITED = {
 CHECKPOINTING = [
     name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, name)
 ]
-
-
-class DerivedInt(int):
-    """A number that follows from other fields: a copy by `dataclasses.replace` derives it again."""
-
-
-class DerivedText(str):
-    """A text that follows from other fields, likewise."""
-
-
-Derived = DerivedInt | DerivedText
-MARKS: dict[type, type] = {int: DerivedInt, str: DerivedText}
-# Fields that are derived if they are left out, with the value that leaves them out.
-DERIVED = {
-    **dict.fromkeys(("logging_steps", "save_steps", "eval_steps", "policy_mode", "metric_for_best_model"), None),
-    "max_steps": -1,
-    "gradient_accumulation_steps": 1,
-}
 
 
 def follows_base(args: TrainingArguments) -> bool:
@@ -119,54 +98,38 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
 
     # Fields of TrainingArguments with another default.
     learning_rate: NotNegative = option(
-        2e-4,
-        "Learning rate of the actor, and of the critic unless it has its own. Measured with LoRA at 135M; "
-        "published LoRA runs of RL from 0.5B on have 1e-5 to 5e-5.",
+        2e-4, "Learning rate of the actor, and of the critic unless it has its own; from 0.5B on 1e-5 to 5e-5."
     )
     logging_steps: float | None = option(None, "Optimizer steps between logs; None: one log per rollout.")
     save_steps: float | None = option(
-        None,
-        "Optimizer steps between checkpoints; None: 500, and with load_best_model_at_end one at every evaluation.",
+        None, "Optimizer steps between checkpoints; None: 500, or every evaluation with load_best_model_at_end."
     )
     logging_nan_inf_filter: bool = option(False, "Hide non-finite losses from the log; False shows them.")
     remove_unused_columns: bool = option(False, "Not used: all columns of the dataset reach the reward functions.")
     ddp_find_unused_parameters: bool | None = option(
-        True,
-        "DDP sums gradients in the same order from the first step on, so that resumed runs are exact with any number "
-        "of processes. False is exact with one or two processes, and builds actor's and critic's graphs at once.",
+        True, "True keeps resumed runs exact with any number of processes, False with one or two."
     )
 
     # Chosen by the dtype of the base if you leave them out.
     bf16: bool | None = option(
-        None,
-        "Autocast in bfloat16. None: on where a CUDA GPU trains a base in bfloat16 without fp16 (TRL); as is "
-        "activation_checkpointing unless it is set. FSDP and DeepSpeed take theirs from their own configuration.",
-        nargs="?",
-        const=True,
+        None, "Autocast in bfloat16. None: on where a CUDA GPU trains a bfloat16 base.", nargs="?", const=True
     )
     gradient_checkpointing: bool | None = option(
         None, "Name of activation_checkpointing before transformers 5.20.", nargs="?", const=True
     )
 
     # Changes the result: the rollout.
-    num_ppo_epochs: Count = option(1, "Number of passes over each rollout (TRL); see docs/notes/decisions.md.")
-    num_mini_batches: Count = option(
-        8,
-        "Optimizer steps per PPO epoch (TRL). A rollout has this many mini-batches: by default 8 × 1 × 8 = 64 "
-        "completions per process; see docs/notes/decisions.md.",
-    )
+    num_ppo_epochs: Count = option(1, "Number of passes over each rollout (TRL).")
+    num_mini_batches: Count = option(8, "Mini-batches of a rollout: optimizer steps per PPO epoch (TRL).")
     rollout_size: Count | None = option(
-        None,
-        "Completions of all processes in a rollout, from which gradient_accumulation_steps follows; None: "
-        "per_device_train_batch_size × gradient_accumulation_steps × num_mini_batches × processes.",
+        None, "Completions of all processes in a rollout; sets gradient_accumulation_steps."
     )
     total_episodes: Count | None = option(
-        None, "Total number of completions to train on, rounded up to rollouts; sets `max_steps` (TRL)."
+        None, "Completions to train on, rounded up to rollouts; sets `max_steps` (TRL)."
     )
     num_generations: Count = option(1, "Completions per prompt (GRPO).")
     prompt_candidates: Count = option(
-        1,
-        "Candidates per prompt of a rollout; the most informative are kept. 1: the next ones (arXiv:2510.01135).",
+        1, "Candidates per prompt of a rollout; the most informative are kept (arXiv:2510.01135)."
     )
     max_prompt_length: Count | None = option(512, "Longest prompt in tokens; longer ones are dropped. None: no limit.")
     max_completion_length: Count = option(
@@ -176,8 +139,7 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
         None, "Maximum tokens of a turn of the model, with tools or environments; None: no limit."
     )
     max_tool_calling_iterations: Count | None = option(
-        None,
-        "Rounds of tool calls, steps of an environment, or calls of an agent, per completion; None: no limit (GRPO).",
+        None, "Rounds of tool calls, steps of an environment, or calls of an agent, per completion (GRPO)."
     )
     tool_timeout: Positive | None = option(
         None, "Seconds for one call of a tool or an environment, or for an agent's episode; None: no limit."
@@ -200,9 +162,7 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
     )
     vllm_server_timeout: Positive = option(240.0, "Seconds to wait for the server to start, and to answer (GRPO).")
     vllm_engine_kwargs: dict[str, Any] | str | None = option(
-        None,
-        "Passed to `vllm.LLM` with 'colocate': gpu_memory_utilization (0.3 unless given), enable_sleep_mode, "
-        "max_model_len, dtype, quantization.",
+        None, "Passed to `vllm.LLM` with 'colocate', such as gpu_memory_utilization (0.3 unless given)."
     )
 
     # Changes the result: which policy samples.
@@ -216,17 +176,14 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
     )
     missing_eos_penalty: NotNegative | None = option(None, "Subtracted from a truncated completion's score (TRL).")
     mask_truncated_completions: bool = option(
-        False,
-        "Leave truncated completions out of the actor's losses (GRPO; arXiv:2503.14476).",
+        False, "Leave truncated completions out of the actor's losses (GRPO; arXiv:2503.14476)."
     )
 
     # Changes the result: KL to the reference.
     kl_coef: NotNegative = option(0.05, "β of the KL penalty in the reward; 0 turns it off (TRL).")
     kl_loss_coef: NotNegative = option(0.0, "Coefficient of the KL term in the loss; 0 turns it off.")
     kl_estimator: str | None = option(
-        None,
-        "KL estimator (TRL); None: k1 in the reward, k3 in the loss. There a + gives it the gradient of k2 (verl).",
-        choices=KL_ESTIMATORS,
+        None, "KL estimator (TRL); None: k1 in the reward, k3 in the loss.", choices=KL_ESTIMATORS
     )
 
     # Changes the result: advantages.
@@ -244,16 +201,13 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
         None, "α of the length-adaptive λ = 1 − 1/(α·length), in place of `lam` (arXiv:2504.05118)."
     )
     whiten_advantages: bool | None = option(
-        None,
-        "Shift and scale advantages to mean 0 and variance 1 over the global rollout; None: with gae and the two "
-        "reinforce_plus_plus, as their papers do.",
+        None, "Shift and scale advantages to mean 0 and variance 1 over the global rollout; None: by the estimator."
     )
     scale_rewards: Literal["group", "batch", "none"] = option(
         "group", "With grpo: divide by the deviation of the group, of the rollout, or not (GRPO; arXiv:2503.20783)."
     )
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = option(
-        "sum_then_normalize",
-        "With grpo: scale the sum of rewards, or each reward by its group and their sum by the rollout (GRPO).",
+        "sum_then_normalize", "With grpo: scale the sum of rewards, or each reward and then their sum (GRPO)."
     )
     bootstrap_truncated: bool = option(False, "A truncated completion ends with the critic's value instead of 0.")
 
@@ -261,10 +215,8 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
     policy_loss: str = option("ppo", "The surrogate objective.", choices=POLICY_LOSSES)
     policy_mode: str | None = option(
         None,
-        "log π_old: 'decoupled' recomputes it with the training model, 'bypass' takes the sampler's log-probs. The "
-        "others recompute it and weight the policy loss by π_old/π_rollout, per token or per completion: weights are "
-        "capped (truncate), set to 0 outside the band (mask; arXiv:2510.18855), or their tokens left out of all "
-        "losses (reject). None: bypass with dis, token_truncate with `rollouts_ahead`, otherwise decoupled.",
+        "log π_old: recomputed (decoupled), the sampler's (bypass), or recomputed, and the loss weighted by "
+        "π_old/π_rollout. None: bypass with dis, token_truncate with `rollouts_ahead`, otherwise decoupled.",
         choices=("decoupled", "bypass", *MISMATCH_MODES),
     )
     vllm_importance_sampling_clip_max: WeightCap = option(
@@ -286,15 +238,9 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
     value_range: Range | None = option(
         None, "[low, high] of the return, in which values stay; None: no bound (arXiv:2608.23566)."
     )
-    value_loss: str = option(
-        "mse",
-        "½·squared error, or with `value_range` bce, the cross-entropy of its share (arXiv:2609.26355).",
-        choices=tuple(VALUE_LOSSES),
-    )
+    value_loss: str = option("mse", "mse; or with `value_range` bce (arXiv:2609.26355).", choices=tuple(VALUE_LOSSES))
     critic_update: Literal["together", "after_actor", "policy_aligned"] = option(
-        "together",
-        "When the critic's steps are: with the actor's, after all of the actor's, or after them with returns weighted "
-        "by π_new/π_rollout (arXiv:2609.26355).",
+        "together", "The critic's steps: with the actor's, after them, or after them with weighted returns."
     )
     vf_coef: NotNegative = option(0.1, "Weight of the value loss; couples only through a shared trunk (TRL).")
     critic_pretraining_completions: NotNegativeInt = option(
@@ -304,9 +250,7 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
         0, "Rollouts at the start that train the critic only; the actor does not move."
     )
     critic_layers: Count | None = option(
-        None,
-        "With critic='adapter': number of top layers that it adapts; the states below them are computed once per "
-        "rollout. None: all layers.",
+        None, "With critic='adapter': number of top layers that it adapts; None: all layers."
     )
 
     # Changes the result: evaluation and loading.
@@ -319,14 +263,10 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
 
     # Speed and memory only.
     max_tokens_per_micro_batch: Count | None = option(
-        None,
-        "Most tokens in one forward pass of the update, padding included, common beginnings once; a longer row "
-        "is computed alone.",
+        None, "Most tokens in one forward pass of the update, padding included; a longer row is computed alone."
     )
     local_rollout_forward_batch_size: Count | None = option(
-        None,
-        "Rows per process in one call of the sampler, or one pass without gradient (TRL). None: by tokens and free "
-        "memory on a GPU; otherwise 64, and fewer long ones in a pass on a CPU.",
+        None, "Rows per process in one call of the sampler, or one pass without gradient (TRL); None: by memory."
     )
 
     _VALID_DICT_FIELDS = [  # noqa: RUF012 (as upstream declares it)
@@ -340,9 +280,7 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
     def __post_init__(self) -> None:
         if self.max_grad_norm in (None, math.inf):  # infinite in a copy, see below
             self.max_grad_norm = 0.0  # no clipping
-        vars(self).update({name: x for name, x in DERIVED.items() if isinstance(getattr(self, name), Derived)})
         check_fields(self, INHERITED)
-        derived = [name for name, unset in DERIVED.items() if getattr(self, name) == unset]
         if self.rollout_size is not None:
             # Before TrainingArguments makes DeepSpeed's configuration of it, and knows the number of processes.
             self.gradient_accumulation_steps = accumulation_steps(self)
@@ -360,18 +298,12 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
             self.max_grad_norm = math.inf  # Trainer calls the clipping hook, which also measures the norm
         if self.total_episodes is not None:
             rollouts = self.rollouts_for(self.total_episodes) - self.critic_pretraining_rollouts
-            steps = rollouts * self.updates_per_rollout
-            if self.max_steps not in (-1, steps):
-                logger.warning("total_episodes makes max_steps=%s; %s is not used", steps, self.max_steps)
-            self.max_steps = steps
-        for name in derived:
-            value = getattr(self, name)
-            setattr(self, name, MARKS[type(value)](value) if type(value) in MARKS else value)
+            self.max_steps = rollouts * self.updates_per_rollout
 
     def _fill_in(self) -> None:
         """Set the fields whose default follows from other fields."""
         compares = self.load_best_model_at_end or self.save_strategy == "best"
-        if self.metric_for_best_model is None and (compares or self.lr_scheduler_type in METRIC_SCHEDULERS):
+        if self.metric_for_best_model is None and compares:
             self.metric_for_best_model = "eval_reward"  # Trainer's default is eval_loss, which prompts do not have
         if self.policy_mode is None:
             otherwise = "token_truncate" if self.rollouts_ahead else "decoupled"
@@ -381,10 +313,6 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
         if self.save_steps is None:  # the best evaluation counts only if its step is saved
             every = self.eval_steps or self.logging_steps
             self.save_steps = every if self.load_best_model_at_end else TrainingArguments.save_steps
-
-    def to_dict(self) -> dict[str, Any]:
-        # Trackers take no subclasses of int and str.
-        return {name: type(x).__base__(x) if isinstance(x, Derived) else x for name, x in super().to_dict().items()}
 
     def __getstate__(self) -> dict[str, object]:
         # Trainer pickles the configuration, with the token, into `training_args.bin`, and pushes that file.

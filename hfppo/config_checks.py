@@ -5,12 +5,10 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, fields
-from enum import Enum
+from dataclasses import Field, fields
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-import numpy as np
 from transformers import TrainingArguments
 
 from hfppo.functional import MISMATCH_MODES, estimator_needs
@@ -19,12 +17,7 @@ from hfppo.support.secrets import find_secret
 
 logger = logging.getLogger(__name__)
 
-
-# The keys of `generation_kwargs`, with the type, condition and description of their lists' entries.
-STOPS: dict[str, tuple[type, Callable[..., bool], str]] = {
-    "stop_strings": (str, bool, "texts that are not empty"),
-    "stop_token_ids": (int, lambda x: x >= 0, "token ids"),
-}
+STOPS = {"stop_strings": str, "stop_token_ids": int}  # keys of `generation_kwargs`, with the type of their entries
 
 # Fields that only some advantage estimators read, with what such an estimator needs.
 READ_FOR = {
@@ -36,20 +29,14 @@ READ_FOR = {
     "critic_update": "values",
     "gamma_turn": "gamma",
     "lam_turn": "lam",
+    "scale_rewards": "scale",
+    "multi_objective_aggregation": "scale",
 }
-
-METRIC_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")  # schedulers that read an evaluation's metric
-TEXT_OR_NONE = (str | None, dict | str | None, dict[str, Any] | str | None)
 
 
 def is_number(x: object) -> bool:
     """Return whether x is a finite number; False for a bool."""
     return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
-
-
-def are_texts(x: object) -> bool:
-    """Return whether x is a text or a list of texts."""
-    return isinstance(x, str) or (isinstance(x, list | tuple) and all(isinstance(text, str) for text in x))
 
 
 # What values of a type must be, and how the error says so.
@@ -59,7 +46,6 @@ TYPES: dict[object, tuple[Callable[[Any], bool], str]] = {
     float: (is_number, "a finite number"),
     list[float]: (lambda x: isinstance(x, list | tuple) and all(map(is_number, x)), "a list of numbers"),
     dict[str, Any] | str: (lambda x: isinstance(read_json(x), dict), "a dictionary, or JSON of one"),
-    list[str] | str: (are_texts, "a text, or a list of texts"),
 }
 
 # Fields of TrainingArguments that break PPO, with the reason and a remedy; only their defaults are allowed.
@@ -76,20 +62,9 @@ UNUSABLE_FIELDS = {
     "continues with its next prompts",
 }
 
-# Fields of TrainingArguments about dataloaders, labels and the order of rows, which PPO does not read.
-UNREAD_FIELDS = (
-    "remove_unused_columns", "data_seed", "train_sampling_strategy", "length_column_name", "label_smoothing_factor",
-    "label_names", "average_tokens_across_devices", "use_cache", "dataloader_drop_last", "dataloader_num_workers",
-    "dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context",
-    "dataloader_in_order", "prediction_loss_only", "include_for_metrics", "batch_eval_metrics",
-    "eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object",
-)  # fmt: skip
-
 
 def check_fields(args: TrainingArguments, inherited: Mapping[str, object]) -> None:
     """Check types, ranges and choices before TrainingArguments uses the values.
-
-    NumPy's scalars become Python's. The texts "None" and "null" become None where a command line has no other way.
 
     Args:
         inherited: types with ranges for fields of TrainingArguments.
@@ -101,11 +76,6 @@ def check_fields(args: TrainingArguments, inherited: Mapping[str, object]) -> No
     wrong: list[str] = []
     for f in fields(args):
         value, kind = getattr(args, f.name), plain[f.name]
-        if isinstance(value, np.generic):
-            value = value.item()
-        if kind in TEXT_OR_NONE and value in ("None", "none", "null"):
-            value = None
-        setattr(args, f.name, value)
         is_unset = value is None and (f.default is None or NoneType in get_args(kind))
         if not is_unset and f.name != "fsdp_config":  # which may be the path of a file
             wrong += find_fault(f, value, kind, hints[f.name])
@@ -117,21 +87,13 @@ def find_fault(f: Field[Any], value: Any, kind: object, hint: object) -> list[st
     """Return a line for a field's value unless it is right: its type, then its choices, then its range."""
     for wanted, (is_met, demand) in TYPES.items():
         if kind in (wanted, wanted | None) and not is_met(value):  # type: ignore[operator]
-            is_number_in_text = wanted is float and isinstance(value, str) and value[:1].isdigit()
-            advice = "; YAML reads 1e-5 as text, so write 1.0e-5" if is_number_in_text else ""
+            advice = "; YAML reads 1e-5 as text, so write 1.0e-5" if wanted is float and isinstance(value, str) else ""
             return [f"{f.name}={value!r} must be {demand}{advice}"]
-    if (choices := choices_of(kind) or f.metadata.get("choices")) and value not in choices:
+    choices = get_args(kind) if get_origin(kind) is Literal else f.metadata.get("choices")
+    if choices and value not in choices:
         return [f"{f.name}={value!r} is unknown; choose from {', '.join(choices)}"]
     ranges = [part.__metadata__ for part in (hint, *get_args(hint)) if get_origin(part) is Annotated]
     return [f"{f.name}={value!r} must be {text}" for text, is_met in ranges if not is_met(value)]
-
-
-def choices_of(kind: object) -> tuple[str, ...]:
-    """Return the values of a Literal, or of an Enum in a Union; nothing for other types."""
-    if get_origin(kind) is Literal:
-        return get_args(kind)
-    enums = [part for part in get_args(kind) if isinstance(part, type) and issubclass(part, Enum)]
-    return tuple(member.value for enum in enums for member in enum)
 
 
 def read_json(value: object) -> object:
@@ -148,7 +110,7 @@ def accumulation_steps(args: Any) -> int:
     Raises:
         ValueError: there are none.
     """
-    processes, given = int(os.environ.get("WORLD_SIZE", "1")), args.gradient_accumulation_steps
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
     least = args.per_device_train_batch_size * args.num_mini_batches * processes
     steps, rest = divmod(args.rollout_size, least)
     if rest or not steps:
@@ -157,8 +119,6 @@ def accumulation_steps(args: Any) -> int:
             f"{args.per_device_train_batch_size} × num_mini_batches={args.num_mini_batches} × {processes} processes; "
             "choose sizes that divide"
         )
-    if given not in (1, steps):
-        logger.warning("rollout_size makes gradient_accumulation_steps=%s; %s is not used", steps, given)
     return steps
 
 
@@ -171,9 +131,9 @@ def check_config(args: Any) -> None:
     check_secrets(args)
     raise_first(find_contradictions(args))
     raise_first(find_faults_of_range(args, args.kl_coef))
-    warn_of_losses(args)
+    if args.kl_loss_coef and args.kl_estimator == "k1":
+        logger.warning("kl_estimator='k1' restrains nothing in the loss, where its gradient has mean 0; use k3 or k1+")
     check_generation_kwargs(args.generation_kwargs or {})
-    check_inherited(args)
 
 
 def check_secrets(args: TrainingArguments) -> None:
@@ -188,13 +148,21 @@ def check_secrets(args: TrainingArguments) -> None:
 
 
 def find_contradictions(args: Any) -> dict[str, object]:
-    """Return an error for each way in which fields can contradict each other, and whether they do."""
+    """Return an error for each way in which fields can contradict each other or break PPO, and whether they do."""
     estimator = f"advantage_estimator={args.advantage_estimator!r}"
-    values, groups, scale = (estimator_needs(args.advantage_estimator, x) for x in ("values", "groups", "scale"))
+    values, groups = (estimator_needs(args.advantage_estimator, x) for x in ("values", "groups"))
     per_mini_batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    pretrains = args.critic_pretraining_completions
     unread = [name for name, need in READ_FOR.items() if not estimator_needs(args.advantage_estimator, need)]
     return {
+        **{
+            f"{name}={getattr(args, name)!r} cannot be used with PPO: {reason}": (
+                getattr(args, name) != getattr(type(args), name)
+            )
+            for name, reason in UNUSABLE_FIELDS.items()
+        },
+        f"optim={args.optim.value!r} trains weights whose average is the result, but completions, evaluations and "
+        "checkpoints would use the weights before averaging; set optim='adamw_torch', and "
+        "lr_scheduler_type='constant' for a run without a schedule": args.optim.startswith("schedule_free"),
         f"{estimator} compares completions of one prompt, but num_generations={args.num_generations}; raise "
         "num_generations to 2 or more": groups and args.num_generations < 2,
         f"a mini-batch of {per_mini_batch} completions per process (per_device_train_batch_size="
@@ -211,14 +179,11 @@ def find_contradictions(args: Any) -> dict[str, object]:
             args.rollouts_ahead and args.use_vllm and args.vllm_mode == "colocate"
         ),
         **{
-            f"{name}={getattr(args, name)!r} has no effect with {estimator}; leave it out, or set "
-            "advantage_estimator='gae'": getattr(args, name) != getattr(type(args), name)
+            f"{name}={getattr(args, name)!r} has no effect with {estimator}; leave it out, or set another one": (
+                getattr(args, name) != getattr(type(args), name)
+            )
             for name in unread
         },
-        f"scale_rewards={args.scale_rewards!r} with multi_objective_aggregation="
-        f"{args.multi_objective_aggregation!r} needs advantage_estimator='grpo'; leave both out": (
-            args.reward_scale == "batch" and not scale
-        ),
         f"policy_loss='cispo' caps the ratio at cliprange_high={args.cliprange_high} itself, and a cap below 1 "
         "shrinks all weights; set cliprange_high=5.0 (arXiv:2510.13786)": (
             args.policy_loss == "cispo" and args.clip_high < 1
@@ -230,13 +195,9 @@ def find_contradictions(args: Any) -> dict[str, object]:
         "policy_loss='dis' needs the upper end of its band; set cliprange_high=5.0 (arXiv:2607.07508)": (
             args.policy_loss == "dis" and args.cliprange_high is None
         ),
-        f"critic_pretraining_completions={pretrains}, rounded up to at least two whole rollouts, uses up "
-        f"total_episodes={args.total_episodes}; raise total_episodes": (
+        f"critic_pretraining_completions={args.critic_pretraining_completions}, rounded up to two or more rollouts, "
+        f"uses up total_episodes={args.total_episodes}; raise total_episodes": (
             args.total_episodes and args.rollouts_for(args.total_episodes) <= args.critic_pretraining_rollouts
-        ),
-        f"critic_pretraining_completions={pretrains} and num_critic_epochs={args.num_critic_epochs} train the critic, "
-        "but vf_coef=0 gives its loss no weight; raise vf_coef": (
-            args.vf_coef == 0 and (pretrains or args.critic_epochs > args.num_ppo_epochs or args.critic_follows)
         ),
         f"critic_update='policy_aligned' weights returns at λ = 1, but lam_critic={args.lam_critic}; set it to 1.0": (
             args.critic_update == "policy_aligned" and args.lam_critic != 1
@@ -253,26 +214,10 @@ def find_faults_of_range(args: Any, kl_coef: float) -> dict[str, object]:
     if args.value_range is None:
         fault = "value_loss='bce' takes values in a range; set value_range=[low, high], the range of the return"
         return {fault: args.value_loss == "bce"}
-    low, high = args.value_range
-    discounts = {name: x for name in ("gamma", "gamma_turn") if (x := getattr(args, name)) not in (None, 1.0)}
     return {
         f"kl_coef={kl_coef} subtracts a KL from the reward, which may exceed any value_range; set kl_coef=0, and "
-        "kl_loss_coef for a KL in the loss": kl_coef > 0,
-        f"{discounts} moves returns towards 0, outside value_range={args.value_range}; let the range include 0, or "
-        "leave the discount out": discounts and not low <= 0 <= high,
+        "kl_loss_coef for a KL in the loss": kl_coef > 0
     }
-
-
-def warn_of_losses(args: Any) -> None:
-    """Warn of a KL term without an effect, and of a reduction that is not the paper's."""
-    if args.kl_loss_coef and args.kl_estimator == "k1":
-        logger.warning(
-            "kl_estimator='k1' has a gradient of zero mean as a loss: it adds noise and restrains nothing. "
-            "Use k2, k3 or k1+, whose gradient is that of k2."
-        )
-    if args.policy_loss in ("gspo", "sapo") and args.loss_reduction == "token-mean":
-        reduction = "a mean per completion; set loss_reduction='seq-mean-token-mean'"
-        logger.warning("the paper of policy_loss=%r has %s", args.policy_loss, reduction)
 
 
 def check_generation_kwargs(kwargs: Mapping[str, object]) -> None:
@@ -283,34 +228,5 @@ def check_generation_kwargs(kwargs: Mapping[str, object]) -> None:
                 f"generation_kwargs={kwargs!r}: {name} cannot be set, since completions are sampled from the policy's "
                 f"own distribution; the keys are {' and '.join(STOPS)}"
             )
-        kind, condition, described = STOPS[name]
-        values = value if isinstance(value, list) else []
-        if not values or not all(isinstance(x, kind) and not isinstance(x, bool) and condition(x) for x in values):
-            raise ValueError(f"generation_kwargs={kwargs!r}: {name} must be a list of {described}, at least one")
-
-
-def check_inherited(args: Any) -> None:
-    """Raise ValueError if an inherited field breaks PPO, and warn of fields that PPO does not read."""
-    changed = {f.name: value for f in fields(args) if (value := getattr(args, f.name)) != default_of(f)}
-    for name, reason in UNUSABLE_FIELDS.items():
-        if name in changed:
-            raise ValueError(f"{name}={changed[name]!r} cannot be used with PPO: {reason}")
-    if unread := [f"{name}={changed[name]!r}" for name in UNREAD_FIELDS if name in changed]:
-        logger.warning("PPO does not read %s", ", ".join(unread))
-    by_reward = args.lr_scheduler_type in METRIC_SCHEDULERS and args.greater_is_better
-    raise_first(
-        {
-            f"optim={args.optim.value!r} trains weights whose average is the result, but completions, evaluations and "
-            "checkpoints would use the weights before averaging; set optim='adamw_torch', and "
-            "lr_scheduler_type='constant' for a run without a schedule": args.optim.startswith("schedule_free"),
-            f"lr_scheduler_type={args.lr_scheduler_type.value!r} lowers the learning rate unless "
-            f"{args.metric_for_best_model} falls, but higher is better; set lr_scheduler_kwargs={{'mode': 'max'}}": (
-                by_reward and (args.lr_scheduler_kwargs or {}).get("mode") != "max"
-            ),
-        }
-    )
-
-
-def default_of(field: Field) -> object:
-    """Return the default of a dataclass field."""
-    return field.default if field.default_factory is MISSING else field.default_factory()
+        if not isinstance(value, list) or not value or not all(isinstance(x, STOPS[name]) for x in value):
+            raise ValueError(f"generation_kwargs={kwargs!r}: {name} must be a list of {STOPS[name].__name__}s")

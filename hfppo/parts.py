@@ -1,9 +1,7 @@
 """Load and check the arguments of `PPOTrainer`. Nothing is sampled or saved here."""
 
-import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -27,9 +25,8 @@ from hfppo.environments.turn_rewards import episode_rewards
 from hfppo.generation.sampler import eos_token_ids
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.adapter_checks import check_same_policy, policy_of
-from hfppo.models.critic import CRITIC_KINDS, CriticSource, find_critic
+from hfppo.models.critic import CriticSource, find_critic
 from hfppo.models.loading import (
-    as_name,
     check_adapter,
     check_architecture,
     check_trainable,
@@ -41,7 +38,7 @@ from hfppo.models.loading import (
 )
 from hfppo.prompt_maker import TRAIN, PromptMaker, by_name
 from hfppo.rewards.functions import RewardFunctions, check_weights
-from hfppo.rewards.load_rewards import listed, load_reward_funcs
+from hfppo.rewards.load_rewards import load_reward_funcs
 from hfppo.rewards.model import RewardAdapter, RewardModel
 from hfppo.rewards.process_model import ProcessRewardModel
 from hfppo.rewards.reward_func import RewardFunc, plain_name, unwrap
@@ -85,17 +82,6 @@ class TrainerInputs:
         """Arguments of `from_pretrained` for `model`; empty if it is already loaded."""
         return self.init_kwargs if isinstance(self.model, str) else {}
 
-    def sources(self, base_path: str) -> list[tuple[str, object]]:
-        """Return the models and reward functions, each with the name of its argument."""
-        critic = self.critic if self.args.needs_critic and self.critic not in CRITIC_KINDS else None
-        return [
-            *[("reward_funcs", as_name(unwrap(func))) for func in listed(self.reward_funcs)],
-            ("model", self.model),
-            ("the base's path", base_path),
-            ("ref_model", self.ref_model),
-            ("critic", critic),
-        ]
-
 
 @dataclass(frozen=True)
 class Parts:
@@ -106,7 +92,7 @@ class Parts:
     rewards: RewardFunctions
     peft_config: PeftConfig
     prompt_maker: PromptMaker
-    sources: list[tuple[str, object]]  # models and reward functions, each with the name of its argument
+    sources: dict[str, object]  # models by the names of their arguments
     player: EpisodePlayer | None  # plays episodes with tools and environments
 
 
@@ -117,9 +103,6 @@ def load_parts(inputs: TrainerInputs) -> Parts:
         TypeError, ValueError: an input cannot be used.
     """
     args = inputs.args
-    named = (isinstance(x, str) and x not in CRITIC_KINDS for x in (inputs.model, inputs.ref_model, inputs.critic))
-    if inputs.init_kwargs and not any(named):
-        logger.warning("model_init_kwargs and quantization_config are not used, because the models are loaded already")
     prompt_maker = load_prompt_maker(inputs)
     tokenizer, agents, prompts = prompt_maker.tokenizer, prompt_maker.agents, prompt_maker.prompts
     check_candidates(prompts.get(TRAIN), args, agents)
@@ -159,7 +142,12 @@ def load_parts(inputs: TrainerInputs) -> Parts:
         rewards=rewards,
         peft_config=actor.peft_config,
         prompt_maker=prompt_maker,
-        sources=inputs.sources(actor.base.name_or_path),
+        sources={
+            "model": inputs.model,
+            "the base's path": actor.base.name_or_path,
+            "ref_model": inputs.ref_model,
+            "critic": inputs.critic,
+        },
         player=player,
     )
 
@@ -218,18 +206,7 @@ def load_prompt_maker(inputs: TrainerInputs) -> PromptMaker:
         agents = load_program(inputs.agent, *played_by, tokenizer, options)
     options = options if agents is None else agents.chat_format.options
     datasets = by_name(inputs.train_dataset, inputs.eval_dataset)
-    reads = columns_read(listed(inputs.reward_funcs), agents)
-    return PromptMaker(tokenizer, inputs.args, agents, date, options, reads, datasets)
-
-
-def columns_read(reward_funcs: list[Any], agents: Agents | None) -> frozenset[str]:
-    """Return the parameters of reward functions, of `reset` and of an agent, some of which are columns."""
-    players = [] if agents is None else [*(one.reset for one in agents.environments), agents.agent]
-    names: set[str] = set()
-    for func in map(unwrap, [*reward_funcs, *players]):
-        with suppress(TypeError, ValueError):  # the name of a model, or a builtin without a signature
-            names |= set(inspect.signature(func).parameters)
-    return frozenset(names)
+    return PromptMaker(tokenizer, inputs.args, agents, date, options, datasets)
 
 
 def reward_functions(inputs: TrainerInputs, base_name: str, agents: Agents | None) -> RewardFunctions:

@@ -1,6 +1,5 @@
 """The prompts of the datasets of a run."""
 
-from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,15 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import RunDate
 from hfppo.data.prompt_stream import EvalDataset, PromptStream
-from hfppo.data.prompts import (
-    EMPTY_PROMPT,
-    Prompts,
-    describe_rows,
-    has_transform,
-    is_stored,
-    media_columns,
-    prepare_prompts,
-)
+from hfppo.data.prompts import EMPTY_PROMPT, Prompts, prepare_prompts
 from hfppo.environments.agents import Agents
 from hfppo.support.processes import check_alike
 
@@ -34,7 +25,6 @@ class PromptMaker:
     Args:
         date: the date that chat templates read.
         chat_template_kwargs: passed to the chat template for every prompt, the date among them.
-        reads: the columns that reward functions and environments have as parameters.
         datasets: the trainer's, by their names in errors; their prompts are made at once.
     """
 
@@ -43,24 +33,18 @@ class PromptMaker:
     agents: Agents | None
     date: RunDate
     chat_template_kwargs: dict[str, Any]
-    reads: frozenset[str] = frozenset()
     datasets: dict[str, Dataset | IterableDataset] = field(default_factory=dict)
     prompts: dict[str, Prompts | PromptStream] = field(default_factory=dict, init=False)  # of `datasets`
 
     def __post_init__(self) -> None:
-        self._make(self.datasets)
-
-    def _make(self, names: Iterable[str]) -> None:
-        """Make the prompts of some of the trainer's datasets."""
-        for name in names:
-            dataset = self.datasets[name]
-            streams = name == TRAIN and isinstance(dataset, IterableDataset)
-            self.prompts[name] = self.of_stream(dataset) if streams else self.of_dataset(dataset, name)
+        self.move_to(self.date)
 
     def move_to(self, date: RunDate) -> None:
-        """Change the date of the run; prompts whose text may depend on it are made again."""
+        """Make the prompts of the trainer's datasets, as of a date."""
         self.date.day = date.day
-        self._make([name for name, some in self.prompts.items() if some.head.dated])
+        for name, dataset in self.datasets.items():
+            streams = name == TRAIN and isinstance(dataset, IterableDataset)
+            self.prompts[name] = self.of_stream(dataset) if streams else self.of_dataset(dataset, name)
 
     def find(self, dataset: object) -> Prompts | None:
         """Return the prompts of a dataset that is one of the trainer's; a collective call, if it is."""
@@ -86,20 +70,19 @@ class PromptMaker:
                 f"{name} must be a datasets.Dataset, got {type(dataset).__name__}; choose one split of several, or "
                 "make one with Dataset.from_list([{'prompt': ...}])"
             )
-        agents = self.agents
-        has_agent = agents is not None and agents.agent is not None  # which writes its prompts
-        dataset = self.without_media(dataset)
         if isinstance(dataset, IterableDataset):
             dataset = Dataset.from_list(list(dataset), features=dataset.features)
-        if alike and self.args.world_size > 1:  # before the processes wait for each other to tokenize
-            check_alike({f"{name}: {fact}": value for fact, value in describe_rows(dataset).items()})
+        if alike:  # before the processes wait for each other to tokenize
+            check_alike({f"{name}: number of rows": len(dataset), f"{name}: columns": dataset.column_names})
+        agents = self.agents
+        has_agent = agents is not None and agents.agent is not None  # which writes its prompts
         resets = agents is not None and bool(agents.environments)
         adds = resets and "prompt" not in dataset.column_names
         empty = [EMPTY_PROMPT] * len(dataset)
         completed = dataset.add_column("prompt", empty) if adds else dataset
         completed = Dataset.from_dict({"prompt": empty}) if has_agent else completed
         # One process of each machine tokenizes, and the others read the ids that it has stored.
-        with self.args.main_process_first() if is_stored(completed) else nullcontext():
+        with self.args.main_process_first() if alike else nullcontext():
             prompts = prepare_prompts(
                 completed,
                 self.tokenizer,
@@ -111,7 +94,7 @@ class PromptMaker:
             )
         prompts = prompts.limited(self.args.max_prompt_length, name, may_be_empty)
         if has_agent:
-            return replace(prompts, rows=dataset if has_transform(dataset) else dataset.with_format(None))
+            return replace(prompts, rows=dataset)
         # `reset` gets the dataset's own columns.
         return replace(prompts, rows=prompts.rows.remove_columns("prompt")) if adds else prompts
 
@@ -126,18 +109,7 @@ class PromptMaker:
         if (longest := self.args.max_prompt_length) is None:
             raise ValueError("train_dataset is a stream with prompts of unknown length; set max_prompt_length")
         prepare = partial(self.of_dataset, may_be_empty=True, alike=False)  # processes read at different times
-        return PromptStream(self.without_media(dataset), prepare, longest)
-
-    def without_media(self, dataset: Any) -> Any:
-        """Return a dataset without the columns of images, audio or other files that no function names.
-
-        A transform sees all columns.
-        """
-        if not (media := media_columns(dataset)):
-            return dataset
-        if isinstance(dataset, IterableDataset) and self.reads.isdisjoint(media):
-            dataset = dataset.decode(False)  # it would decode before it removes
-        return dataset.remove_columns([name for name in media if name not in self.reads])
+        return PromptStream(dataset, prepare, longest)
 
 
 def by_name(

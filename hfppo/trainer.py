@@ -23,7 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hfppo.callbacks import PPOControl, TrainerHooks, call_event
 from hfppo.checkpoint import PPOCheckpoint, Standing, describe_run, saved_run, starting_values
-from hfppo.checks.data import check_output_folder, check_types, checks_keywords
+from hfppo.checks.data import check_output_folder, check_types
 from hfppo.checks.engine import check_engine, end_at_exit
 from hfppo.checks.processes import check_processes
 from hfppo.collect.ahead import Order, RolloutAhead
@@ -138,7 +138,6 @@ class PPOTrainer(CrashSafeTrainer):
     loss_is_scaled_for_ga = True  # `compute_loss` divides by the counts of the whole mini-batch
     pushed_folders = (CRITIC_FOLDER,)
 
-    @checks_keywords
     def __init__(
         self,
         model: ModelSource | PeftModel,
@@ -179,7 +178,7 @@ class PPOTrainer(CrashSafeTrainer):
             agent=agent,
             quantization_config=quantization_config,
         )
-        check_types(callbacks=callbacks, compute_metrics=compute_metrics, **vars(inputs))
+        check_types(**vars(inputs))
         set_seed(args.seed)  # the adapter is initialized here, before Trainer sets the seed
         with load_whole(args):
             parts = load_parts(inputs)

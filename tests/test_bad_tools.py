@@ -289,7 +289,6 @@ REFUSED = {
     "no reward": ({"tools": None, "reward_funcs": None}, ValueError, "reward_funcs is empty"),
     "a discount by turn without turns": ({"config": {"gamma_turn": 0.9}}, ValueError, "gamma_turn=0.9"),
     "a column that the trainer fills": (env(Doors, environments=[*"abcd"]), ValueError, "'environments'"),
-    "a column with the name of a method's own argument": (env(Doors, self=[*"abcd"]), ValueError, "column 'self'"),
 }
 
 

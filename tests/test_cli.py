@@ -14,7 +14,6 @@ from trl import SFTConfig
 
 from hfppo import PPOConfig, PPOTrainer
 from hfppo.cli import (
-    SECTIONS,
     ActorArguments,
     DataArguments,
     PPOParser,
@@ -51,9 +50,7 @@ def refused(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         parse(*flags)
     assert end.value.code == 2
     said = capsys.readouterr().err
-    assert said.startswith("script: error: ")
-    assert "usage" not in said
-    return said.removeprefix("script: error: ")
+    return said.partition("script: error: ")[2]
 
 
 def helped(capsys: pytest.CaptureFixture[str], *flags: str, types=(Script, PPOConfig, Actor)) -> str:
@@ -78,7 +75,7 @@ def test_all_unknown_names_of_file_and_flags_are_refused_at_once(config, capsys)
     flags = ["--lora-rr", "4", "--critc=shared", "--top_p", "0.9", "--response_length", "53"]
     lines = refused(capsys, *config("kl_coeff: 0.1\nbeta: 0.04\nepsilon: 0.3\n"), *flags).splitlines()
     assert lines[0] == "PPOConfig has no field"
-    wanted = {"kl_coeff": "kl_coef", "beta": "kl_loss_coef", "lora_rr": "lora_r", "critc": "critic", "top_p": "pure"}
+    wanted = {"kl_coeff": "kl_coef", "beta": "kl_loss_coef", "lora_rr": "lora_r", "critc": "critic", "top_p": "1.0"}
     assert [line.strip().split(":")[0] for line in lines[1:6]] == [repr(name) for name in wanted]
     assert [word for word, line in zip(wanted.values(), lines[1:], strict=False) if word not in line] == []
 
@@ -92,11 +89,11 @@ def test_a_flag_goes_by_its_whole_name_only(capsys):
 
 
 def test_names_of_trl_in_file_and_flags_are_translated(config, capsys):
-    grpo = "use_cpu: true\nadvantage_estimator: grpo\nnum_generations: 4\nbeta: 0.04\ntop_k: 0\nscale_rewards: false\n"
+    grpo = "use_cpu: true\nadvantage_estimator: grpo\nnum_generations: 4\nbeta: 0.04\ntop_k: 0\n"
     flags = ["--epsilon", "2e-1", "--num_iterations=2", "--response_length", "53", "--disable_dropout"]
     _, args, _ = parse(*config(grpo), *flags, "--top_p", "1.0")
     assert (args.kl_loss_coef, args.kl_coef, args.cliprange, args.num_ppo_epochs) == (0.04, 0.0, 0.2, 2)
-    assert (args.max_completion_length, args.scale_rewards) == (53, "none")
+    assert args.max_completion_length == 53
     said = refused(capsys, *config(grpo), "--epsilon", "0.3", "--cliprange", "0.2")
     assert "epsilon=0.3" in said
     assert "cliprange" in said
@@ -105,29 +102,23 @@ def test_names_of_trl_in_file_and_flags_are_translated(config, capsys):
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("use_vllm", "maybe", "use_vllm='maybe' must be True or False"),
-        (
-            "policy_mode",
-            "sideways",
-            "policy_mode='sideways' is unknown; choose from decoupled, bypass, token_t",
-        ),
-        ("eval_strategy", "sideways", "eval_strategy='sideways' is unknown; choose from no, steps, epoch"),
-        ("learning_rate", "fast", "learning_rate='fast' must be a finite number\n"),
-        ("gamma", "1.5", "gamma=1.5 must be in [0, 1]"),
+        ("policy_mode", "sideways", "choose from '?decoupled"),
+        ("learning_rate", "fast", "float value: 'fast'"),
+        ("gamma", "1.5", r"gamma=1.5 must be in \[0, 1\]"),
     ],
 )
-def test_a_wrong_value_gives_the_sentence_of_pythons_error(config, capsys, name, value, words):
-    assert refused(capsys, "--use_cpu", "true", f"--{name}", value).startswith(words)
-    assert refused(capsys, *config(f"use_cpu: true\n{name}: {value}\n")).startswith(words)
-    with pytest.raises(ValueError, match=re.escape(words.strip())):
-        PPOConfig(use_cpu=True, **{name: float(value) if name == "gamma" else value})
+def test_a_wrong_value_in_a_flag_or_a_file_is_named(config, capsys, name, value, words):
+    for flags in ([f"--{name}", value], config(f"{name}: {value}\n")):
+        said = refused(capsys, "--use_cpu", "true", *flags)
+        assert name in said
+        assert re.search(words, said)
 
 
-def test_all_wrong_values_of_file_and_flags_are_named_at_once(config, capsys):
-    file = config("use_cpu: true\nnum_mini_batches: 2.5\nmax_steps: many\n")
-    lines = refused(capsys, *file, "--kl_estimator", "k7", "--gamma", "1.5").splitlines()
-    named = ["  max_steps", "  num_mini_batches", "  kl_estimator", "  gamma"]
-    assert [line.partition("=")[0] for line in lines[:5]] == ["4 fields have wrong values", *named]
+def test_all_values_out_of_their_range_are_named_at_once(config, capsys):
+    file = config("use_cpu: true\nnum_mini_batches: 2.5\nkl_coef: -1\n")
+    lines = refused(capsys, *file, "--gamma", "1.5").splitlines()
+    named = ["  num_mini_batches", "  kl_coef", "  gamma"]
+    assert [line.partition("=")[0] for line in lines[:4]] == ["3 fields have wrong values", *named]
 
 
 @pytest.mark.parametrize(
@@ -162,18 +153,11 @@ def test_what_is_resumed_from_is_read_from_a_yaml_file_as_from_a_flag(config, tm
     assert (args.resume_from_checkpoint, type(args.resume_from_checkpoint)) == (expected, type(expected))
 
 
-def test_the_help_has_our_fields_in_sections_and_the_others_on_demand(config, capsys):
+def test_the_help_has_our_fields_and_the_others_on_demand(config, capsys):
     shown = helped(capsys, "--help")
     own = [*inspect.get_annotations(PPOConfig), *inspect.get_annotations(Script)]
-    assert [name for name in own if shown.count(f"--{name}\n") + shown.count(f"--{name} {{") != 1] == []
-    assert SECTIONS.keys() <= inspect.get_annotations(PPOConfig).keys()
-    titles = ["Arguments of this script", *(f"PPOConfig: {title}" for title in SECTIONS.values())]
-    places = [shown.index(f"\n{title}:\n") for title in titles]
-    assert places[0] < min(places[1:])
-    assert places[3:] == sorted(places[3:])
-    assert places[3] < shown.index("--num_mini_batches") < places[4] < places[7] < shown.index("--kl_coef") < places[8]
+    assert [name for name in own if not re.search(f"^  --{name}[, \n]", shown, flags=re.MULTILINE)] == []
     assert "--weight_decay" not in shown
-    assert len(shown.splitlines()) < 250
 
     assert "(default: 0.125)" in helped(capsys, *config("weight_decay: 0.125\n"), "--help")
     everything = helped(capsys, "--help-all")
@@ -182,50 +166,15 @@ def test_the_help_has_our_fields_in_sections_and_the_others_on_demand(config, ca
     assert re.findall(r"^  (--\w+)", some, flags=re.MULTILINE) == ["--learning_rate", "--critic_learning_rate"]
     meant = "PPOConfig has no field 'clip_range': did you mean cliprange or "
     assert refused(capsys, "--help", "clip_range").startswith(meant)
-    meant = "PPOConfig has no field 'max_steps=3': did you mean max_steps or "
-    assert refused(capsys, "max_steps=3").startswith(meant)
+    assert refused(capsys, "max_steps=3").startswith("PPOConfig has no field 'max_steps=3': did you mean max_steps")
     of_sft = helped(capsys, "--help", types=(DataArguments, SFTConfig))
     assert "--dataset_name" in of_sft
     assert "--weight_decay" not in of_sft
-    assert "sizes with" not in of_sft
-
-
-@dataclass
-class Sizes:
-    per_device_train_batch_size: int = 2
-    gradient_accumulation_steps: int = 3
-    num_mini_batches: int = 4
-    num_ppo_epochs: int = 5
-    num_critic_epochs: int | None = None
-    critic_update: str = "together"
-
-
-@pytest.mark.parametrize(
-    ("processes", "text", "wanted"),
-    [
-        ("1", "", "rollouts of 24 completions (24 per process), 20 optimizer steps each"),
-        ("4", "", "rollouts of 96 completions (24 per process), 20 optimizer steps each"),
-        (
-            *("4", "num_mini_batches: 2\nnum_critic_epochs: 7\n"),
-            "rollouts of 48 completions (12 per process), 14 optimizer steps each",
-        ),
-        ("1", "critic_update: after_actor\n", "rollouts of 24 completions (24 per process), 40 optimizer steps each"),
-    ],
-)
-def test_the_help_shows_the_sizes_in_completions(config, monkeypatch, capsys, processes, text, wanted):
-    monkeypatch.setenv("WORLD_SIZE", processes)
-    assert wanted in helped(capsys, *(config(text) if text else []), "--help", types=Sizes)
 
 
 def test_a_single_reward_function_needs_no_list_in_a_yaml_file(config):
     (parsed,) = PPOParser(RewardArguments).parse_args_and_config(config("reward_funcs: arithmetic.right_answer\n"))
     assert parsed.reward_funcs == ["arithmetic.right_answer"]
-
-
-@pytest.mark.parametrize("given", [["q_proj"], "q_proj", ["all-linear"], ["q_proj", "k_proj"], r".*\.q_proj", None])
-def test_a_single_target_module_is_a_name_and_no_pattern(given):
-    names = ["q_proj"] if given == "q_proj" else "all-linear" if given == ["all-linear"] else given
-    assert ActorArguments(lora_target_modules=given).lora_target_modules == names
 
 
 def test_an_actor_without_an_adapter_is_refused():
@@ -248,9 +197,7 @@ def test_flags_of_the_model_reach_it(tmp_path):
 
     trainer.model.save_pretrained(tmp_path / "adapter")
     adapter = replace(actor, model_name_or_path=str(tmp_path / "adapter"))
-    with pytest.raises(ValueError, match=r"lora_r: model_name_or_path=.* is an adapter"):
-        actor_config(adapter)
-    assert actor_config(replace(adapter, lora_r=16)) is None
+    assert actor_config(adapter) is None
 
 
 def test_without_files_the_working_folder_is_not_read(tmp_path, monkeypatch):
@@ -268,9 +215,6 @@ def test_names_of_reward_functions_and_models(tmp_path, monkeypatch):
     assert load_reward("arithmetic.right_answer") is arithmetic.right_answer
     assert load_reward("org/reward-model-1.5b") == "org/reward-model-1.5b"
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("arithmetic.no_such", "no_such_module.f", "my_rewards.brevity"):
-        with pytest.raises(ValueError, match=f"'{name}' names no function that can be imported"):
-            load_reward(name)
     function = "def brevity(completions, **kwargs):\n    return [0.0 for _ in completions]\n"
     Path(tmp_path / "my_rewards.py").write_text(function)
     monkeypatch.chdir(tmp_path)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -23,7 +22,7 @@ from helpers.tiny import tiny_model
 from hfppo import PPOConfig, PPOTrainer
 from hfppo.config import CHECKPOINTING as NAMES_OF_CHECKPOINTING
 from hfppo.config import follows_base
-from hfppo.config_checks import UNREAD_FIELDS, UNUSABLE_FIELDS, accumulation_steps
+from hfppo.config_checks import UNUSABLE_FIELDS, accumulation_steps
 
 PACKAGE = Path(hfppo.__file__).parent
 OWN = sorted(PPOConfig.__annotations__.keys() - {"_VALID_DICT_FIELDS"})  # overridden defaults included
@@ -56,45 +55,16 @@ def test_total_episodes_wins_over_max_steps(config, given):
     assert args.max_steps == replace(args, learning_rate=1.0).max_steps == 2
 
 
-def test_accumulation_steps_follow_from_the_rollout_of_all_processes(config, monkeypatch, caplog):
+def test_accumulation_steps_follow_from_the_rollout_of_all_processes(config, monkeypatch):
     args = config(rollout_size=128, per_device_train_batch_size=4, num_mini_batches=4)
     assert (args.gradient_accumulation_steps, args.rollout_size_per_process) == (8, 128)
     assert replace(args, rollout_size=64).gradient_accumulation_steps == 4
-    assert "is not used" not in caplog.text
     assert replace(args, gradient_accumulation_steps=2).gradient_accumulation_steps == 8
-    assert "rollout_size makes gradient_accumulation_steps=8; 2 is not used" in caplog.text
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert accumulation_steps(args) == 4
     args.rollout_size = 80
     with pytest.raises(ValueError, match=r"^rollout_size=80 must be a multiple of 32 = "):
         accumulation_steps(args)
-
-
-UNREAD = {"dataloader_num_workers": 2, "remove_unused_columns": True, "label_names": ["labels"]}
-TWO_STEPS = {"total_episodes": 16, "num_mini_batches": 1, "num_ppo_epochs": 1}
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (TWO_STEPS, []),
-        (TWO_STEPS | {"max_steps": 2}, []),
-        (TWO_STEPS | {"max_steps": 5}, ["total_episodes makes max_steps=2; 5 is not used"]),
-        ({"policy_loss": "gspo", "loss_reduction": "seq-mean-token-mean"}, []),
-        ({"policy_loss": "sapo", "loss_reduction": "seq-mean-token-mean"}, []),
-        ({"policy_loss": "gspo"}, ["policy_loss='gspo'"]),  # its paper has a mean per completion
-        ({"policy_loss": "sapo"}, ["policy_loss='sapo'"]),
-        ({"kl_loss_coef": 0.1, "kl_estimator": "k1"}, ["gradient of zero mean"]),
-        ({"kl_loss_coef": 0.1, "kl_estimator": "k1+"}, []),
-        ({"dataloader_num_workers": 0}, []),
-        (UNREAD, ["PPO does not read", *(f"{name}={value!r}" for name, value in UNREAD.items())]),
-    ],
-    ids=str,
-)
-def test_one_line_warns_of_fields_that_mean_less_than_they_say(config, caplog, given, words):
-    config(**given)
-    assert len(caplog.messages) == bool(words)
-    assert [word for word in words if word not in caplog.text] == []
 
 
 ESTIMATORS = {"gae": True, "reinforce_plus_plus": True, "reinforce_plus_plus_baseline": True}
@@ -183,13 +153,9 @@ CISPO = {"policy_loss": "cispo"}
     ("given", "words"),
     [
         ({"reward_weights": "1,2"}, "^reward_weights='1,2' must be a list of numbers$"),
-        (
-            {"vllm_server_base_url": ["http://a", 8]},
-            r"^vllm_server_base_url=.*8\] must be a text, or a list of",
-        ),
         ({"reward_weights": [1, "2"]}, r"^reward_weights=\[1, '2'\] must be a list of numbers$"),
         ({"scale_rewards": "row"}, "^scale_rewards='row' is unknown; choose from group, batch, none$"),
-        ({"gamma": np.float32(1.5)}, r"^gamma=1\.5 must be in \[0, 1\]"),
+        ({"gamma": 1.5}, r"^gamma=1\.5 must be in \[0, 1\]"),
         ({"seed": -1}, r"^seed=-1 must be in \[0, "),  # NumPy's seeds
         ({"seed": 2**32}, rf"^seed={2**32} must be in \[0, "),
         (CISPO, "cliprange_high=None"),
@@ -202,11 +168,9 @@ CISPO = {"policy_loss": "cispo"}
             for kwargs, words in (
                 ({"top_p": 0.9}, "top_p cannot be set, since completions are sampled from the policy's own distrib"),
                 ({"repetition_penalty": 1.1, "stop_strings": ["a"]}, "repetition_penalty cannot be set"),
-                ({"stop_strings": "a"}, "stop_strings must be a list of texts that are not empty, at least one"),
+                ({"stop_strings": "a"}, "stop_strings must be a list of strs"),
                 ({"stop_strings": []}, "stop_strings must be a list"),
-                ({"stop_strings": [""]}, "stop_strings must be a list"),
-                ({"stop_token_ids": [1, -1]}, "stop_token_ids must be a list of token ids"),
-                ({"stop_token_ids": [True]}, "stop_token_ids must be a list of token ids"),
+                ({"stop_token_ids": ["a"]}, "stop_token_ids must be a list of ints"),
             )
         ),
     ],
@@ -230,19 +194,6 @@ def test_a_deep_copy_shares_nothing(config):
     args = config(model_init_kwargs={"dtype": "float32"})
     copy.deepcopy(args).model_init_kwargs["dtype"] = "bfloat16"
     assert args.model_init_kwargs == {"dtype": "float32"}
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("num_ppo_epochs", np.int64(4)),
-        ("learning_rate", np.float32(0.5)),
-    ],
-)
-def test_numbers_of_numpy_are_numbers(config, name, value):
-    stored = getattr(config(**{name: value}), name)
-    assert stored == value
-    assert type(stored) in (int, float)
 
 
 def test_a_relative_output_folder_is_where_the_run_started(config, monkeypatch, tmp_path):
@@ -274,32 +225,6 @@ def test_a_checkpoint_is_saved_at_every_evaluation_if_the_best_is_kept(config, c
     assert args.save_steps == replace(args, seed=3).save_steps == save_steps
 
 
-@pytest.mark.parametrize(
-    ("given", "changes", "derived"),
-    [
-        ({}, {"num_mini_batches": 2}, {"logging_steps": 2}),
-        ({"logging_steps": 8}, {"num_mini_batches": 2}, {"logging_steps": 8}),
-        ({}, {"logging_steps": 3}, {"logging_steps": 3}),
-        ({"eval_strategy": "steps"}, {"num_mini_batches": 2}, {"eval_steps": 2, "logging_steps": 2}),
-        ({"eval_strategy": "steps"}, BEST, {"save_steps": 8, "metric_for_best_model": "eval_reward"}),
-        (BEST, {"load_best_model_at_end": False}, {"save_steps": 500, "metric_for_best_model": None}),
-        ({}, {"rollouts_ahead": 1}, {"policy_mode": "token_truncate"}),
-        ({"rollouts_ahead": 1}, {"rollouts_ahead": 0}, {"policy_mode": "decoupled"}),
-        ({"policy_mode": "bypass"}, {"rollouts_ahead": 1}, {"policy_mode": "bypass"}),
-        ({"total_episodes": 640}, {"num_mini_batches": 2}, {"max_steps": 80}),  # rollouts of 16 completions
-        ({"total_episodes": 640}, {"total_episodes": None}, {"max_steps": -1}),
-        ({"max_grad_norm": 0.0}, {"seed": 1}, {"max_grad_norm": math.inf}),
-    ],
-)
-def test_a_copy_derives_again_what_was_not_set(config, caplog, given, changes, derived):
-    copied = replace(replace(config(**given), seed=3), **changes)
-    assert {name: getattr(copied, name) for name in derived} == derived
-    assert caplog.text == ""
-    assert {type(x) for x in copied.to_sanitized_dict().values()} <= {bool, int, float, str}
-    assert copied.to_sanitized_dict()["logging_steps"] == copied.logging_steps
-    assert copy.deepcopy(copied) == pickle.loads(pickle.dumps(copied)) == copied
-
-
 # Fields of TrainingArguments that mean here what they mean in Trainer, or that neither of them reads.
 USABLE = re.findall(
     r"\w+",
@@ -318,14 +243,18 @@ USABLE = re.findall(
     accelerator_config parallelism_config dataloader_pin_memory ddp_find_unused_parameters ddp_bucket_cap_mb
     ddp_broadcast_buffers ddp_backend ddp_timeout fsdp fsdp_config deepspeed debug skip_memory_metrics do_train do_eval
     do_predict include_num_input_tokens_seen resume_from_checkpoint local_rank
+    remove_unused_columns data_seed train_sampling_strategy length_column_name label_smoothing_factor label_names
+    average_tokens_across_devices use_cache dataloader_drop_last dataloader_num_workers
+    dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order
+    prediction_loss_only include_for_metrics batch_eval_metrics eval_accumulation_steps eval_do_concat_batches
+    eval_use_gather_object
     """,
 )
 
 
 def test_every_field_of_trainer_is_either_usable_or_not():
     """A new release's fields fail here until somebody has looked at them."""
-    groups = [set(USABLE), set(UNUSABLE_FIELDS), set(UNREAD_FIELDS)]
-    names = [name for group in groups for name in group]
+    names = [*USABLE, *UNUSABLE_FIELDS]
     assert sorted(names) == sorted(set(names))
     assert sorted({f.name for f in fields(TrainingArguments)} - set(names)) == []
 
@@ -364,12 +293,12 @@ def flags(tmp_path: Path, *more: str) -> list[str]:
 def test_flags(tmp_path):
     given = flags(
         tmp_path,
-        *("--num_ppo_epochs", "2", "--kl_coef", "1e-3", "--whiten_advantages", "false", "--scale_rewards", "none"),
+        *("--num_ppo_epochs", "2", "--kl_coef", "1e-3", "--whiten_advantages", "false", "--vllm_mode", "server"),
         *("--reward_weights", "1.0", "0.5", "--chat_template_kwargs", '{"enable_thinking": false}'),
     )
     (args,) = HfArgumentParser(PPOConfig).parse_args_into_dataclasses(given)
     assert (args.num_ppo_epochs, args.kl_coef, args.whiten_advantages) == (2, 0.001, False)
-    assert (args.scale_rewards, args.reward_weights) == ("none", [1.0, 0.5])
+    assert (args.vllm_mode, args.reward_weights) == ("server", [1.0, 0.5])
     assert args.chat_template_kwargs == {"enable_thinking": False}
 
 

@@ -12,6 +12,7 @@ from hfppo import TolerantReward
 from hfppo.collect.collector import Collector
 from hfppo.collect.evaluation import SCORE_METRICS, check_best_metric
 
+PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "eval_reward"}
 EVERY_STEP = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
 
 
@@ -20,8 +21,7 @@ EVERY_STEP = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
     [
         ({"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1}, None),
         ({"save_strategy": "best"}, None),
-        ({"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"mode": "max"}}, None),
-        ({"lr_scheduler_type": "greedy", "lr_scheduler_kwargs": {"mode": "max"}}, 1.0),
+        (PLATEAU, 1.0),
     ],
 )
 def test_models_are_compared_by_the_reward_also_where_there_is_none(make_trainer, dataset, config, reward):

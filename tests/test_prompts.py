@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import PIL.Image
 import pytest
 from build_arithmetic_base import character_tokenizer
-from datasets import Dataset, Features, Image, List, load_from_disk
+from datasets import Dataset, Image, load_from_disk
 from tokenizers.processors import TemplateProcessing
 
 from helpers.scripted import training_rows
@@ -138,7 +138,7 @@ def test_rows_are_plain_in_any_format(tokenizer, form, prompts):
 @pytest.mark.parametrize(("column", "value"), [("tools", "calculator"), ("chat_template_kwargs", "{think")])
 def test_a_column_for_the_template_that_it_cannot_read_is_named(tokenizer, column, value):
     dataset = Dataset.from_dict({"prompt": [TALKS[0]] * 3, column: ["", "", value]})
-    with pytest.raises(ValueError, match=rf"train_dataset row 2: .*column '{column}' .*rename the column"):
+    with pytest.raises(ValueError, match=r"train_dataset row 2: the tokenizer cannot render "):
         prepare_prompts(dataset, tokenizer)
 
 
@@ -153,7 +153,6 @@ def count_calls(call, calls: list):
 @pytest.fixture
 def on_disk(tmp_path, monkeypatch):
     """Make a dataset of ten rows that lies on disk and counts as large, and the list of the tokenizer's calls."""
-    monkeypatch.setattr(prompts_module, "ROWS_AT_ONCE", 4)
     monkeypatch.setattr(prompts_module, "STORED_FROM", 10)
     calls = []
     kind = type(character_tokenizer())
@@ -177,7 +176,7 @@ def test_a_large_dataset_on_disk_is_tokenized_once(on_disk, tmp_path, prompts):
     in_memory = prompts_of(chat_tokenizer(), prompts)
     dataset, calls = on_disk(prompts)
     first = prepare_prompts(dataset, chat_tokenizer())
-    assert [len(given) for given in calls[-3:]] == [4, 4, 2]
+    assert [len(given) for given in calls[-1:]] == [10]
     del calls[:]
     again = prepare_prompts(load_from_disk(tmp_path / "rows"), chat_tokenizer())
     assert calls == []
@@ -194,15 +193,12 @@ def test_what_changes_the_ids_is_tokenized_anew(on_disk):
     assert prepare_prompts(dataset, tokenizer).ids.equals(plain.ids)
     thinking = prepare_prompts(dataset, tokenizer, chat_template_kwargs={"think": True})
     assert thinking.lengths.tolist() == [length + 1 for length in plain.lengths.tolist()]
-    assert len(calls) == 9
+    assert len(calls) == 3
 
 
 def test_where_nothing_can_be_stored_every_start_tokenizes(on_disk, monkeypatch):
-    def full(*args, **kwargs):
-        raise OSError("No space left on device")
-
     dataset, _ = on_disk([f"{n}+1=" for n in range(10)])
-    monkeypatch.setattr(Dataset, "map", full)
+    monkeypatch.setattr(Dataset, "_get_cache_file_path", lambda *_: "/dev/full/rows.arrow")
     assert len(prepare_prompts(dataset, character_tokenizer()).ids) == 10
 
 
@@ -270,27 +266,6 @@ def test_rollouts_go_through_the_prompts_without_gap_or_repetition(tokenizer, tm
     assert len({seed for _, _, seed in rows}) == 28  # each completion its own random numbers
 
 
-BROKEN = {"bytes": b"no image", "path": None}
-
-
-def with_images(dataset: Dataset, column: str = "image", nested: bool = False) -> Dataset:
-    """Files that cannot be decoded."""
-    feature = List(Image()) if nested else Image()
-    values = [[BROKEN] if nested else BROKEN] * len(dataset)
-    return Dataset.from_dict({**dataset.to_dict(), column: values}, Features({**dataset.features, column: feature}))
-
-
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("streams", [False, True])
-def test_a_column_of_files_that_no_function_names_is_not_decoded(make_trainer, dataset, nested, streams):
-    data = with_images(dataset, nested=nested)
-    train = data.to_iterable_dataset() if streams else data
-    trainer = make_trainer({"max_steps": 4, "max_prompt_length": 20}, train_dataset=train, eval_dataset=data)
-    trainer.train()
-    trainer.evaluate()
-    trainer.predict(with_images(dataset))
-
-
 def test_a_column_of_files_that_a_function_names_is_decoded(make_trainer, dataset):
     seen = []
 
@@ -324,14 +299,3 @@ def test_a_tokenizer_that_ends_prompts_is_refused(make_trainer, tokenizer, datas
     trainer = make_trainer(processing_class=ending, train_dataset=chat)
     with pytest.raises(ValueError, match=r"eval_dataset.*add_eos_token"):
         trainer.evaluate(dataset)
-
-
-def test_two_tokens_at_the_start_of_prompts_are_warned_of(make_trainer, tokenizer, dataset, caplog):
-    tokenizer.bos_token = "！"
-    starting = encloses(tokenizer, start="！")
-    make_trainer(processing_class=starting)
-    assert "two" not in caplog.text
-    rendered = dataset.map(lambda row: {"prompt": "！" + row["prompt"]})
-    make_trainer(processing_class=starting, train_dataset=rendered)
-    assert "two" in caplog.text
-    assert "add_bos_token" in caplog.text

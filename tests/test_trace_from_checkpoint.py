@@ -23,7 +23,7 @@ from hfppo.token_trace.from_checkpoint import trace_prompt
 PROMPT = "请问1+1=2？"
 PLATEAU = {
     "lr_scheduler_type": "reduce_lr_on_plateau",
-    "lr_scheduler_kwargs": {"mode": "max"},
+    "metric_for_best_model": "eval_reward",
     "eval_strategy": "epoch",
 }
 

@@ -1,19 +1,15 @@
 """Checks of the arguments of `PPOTrainer`, before anything is generated or written."""
 
 import inspect
-import logging
 from collections.abc import Callable, Iterable
-from functools import wraps
-from itertools import product
 from pathlib import Path
 from types import NoneType
-from typing import Any, ParamSpec, cast
+from typing import Any, cast
 
 from peft import PeftConfig, PeftModel
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hfppo.config import PPOConfig
 from hfppo.data.prompts import RESERVED_COLUMNS, Prompts
@@ -23,9 +19,6 @@ from hfppo.rewards.functions import RewardFunctions
 from hfppo.rewards.model import check_conversations
 from hfppo.rewards.reward_func import BatchReward, RewardWrapper
 from hfppo.rewards.server import RewardServer
-from hfppo.trl_names import explain_keyword, refuse
-
-logger = logging.getLogger(__name__)
 
 # What arguments of PPOTrainer must be, unless they are None, and the remedy.
 ARGUMENTS: dict[str, tuple[Any, str]] = {
@@ -33,50 +26,15 @@ ARGUMENTS: dict[str, tuple[Any, str]] = {
     "processing_class": (PreTrainedTokenizerBase, "pass a tokenizer, such as AutoTokenizer's or a processor's"),
     "peft_config": (PeftConfig, "pass a configuration of PEFT, such as LoraConfig(target_modules='all-linear')"),
     "critic_peft_config": (PeftConfig, "pass a configuration of PEFT, such as LoraConfig(r=8)"),
-    "callbacks": (list, "pass a list of TrainerCallbacks"),
     "tools": (Iterable, "pass a list of functions"),
-    "reward_processing_classes": (
-        PreTrainedTokenizerBase | list | tuple,
-        "pass a tokenizer, or a list with a tokenizer or None for each reward function",
-    ),
-    "quantization_config": (
-        dict | QuantizationConfigMixin,
-        "pass a configuration of transformers, such as BitsAndBytesConfig(load_in_4bit=True)",
-    ),
-    "compute_metrics": (Callable, "pass a function from an EvalPrediction to a dictionary of metrics"),
 }
-
-# What the elements of lists must be.
-ELEMENTS = {
-    "callbacks": TrainerCallback | type,  # an instance, or a class that Trainer makes one of
-    "reward_processing_classes": PreTrainedTokenizerBase | NoneType,
-}
-
-Parameters = ParamSpec("Parameters")
 
 
 def check_types(**given: object) -> None:
     """Raise TypeError if an argument has the wrong type; the error shows its value and the right type."""
     for name, (kind, advice) in ARGUMENTS.items():
-        value: Any = given[name]
-        several = value if isinstance(value, list | tuple) else []
-        fit = all(isinstance(x, ELEMENTS.get(name, object)) for x in several)
-        if not fit or not isinstance(value, (kind, NoneType)):
-            raise TypeError(f"{name}={value!r:.200} cannot be used; {advice}")
-
-
-def checks_keywords(init: Callable[Parameters, None]) -> Callable[Parameters, None]:
-    """Decorate `__init__` of a trainer: one error names all unknown keywords, each with an explanation."""
-    known = list(inspect.signature(init).parameters)
-
-    @wraps(init)
-    def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
-        unknown = {name: explain_keyword(name, known, PPOConfig) for name in kwargs if name not in known}
-        owner = init.__qualname__.partition(".")[0]
-        refuse(f"{owner} has no argument", unknown, "lists the fields of its args")
-        init(*args, **kwargs)
-
-    return checked
+        if not isinstance(given[name], (kind, NoneType)):
+            raise TypeError(f"{name}={given[name]!r:.200} cannot be used; {advice}")
 
 
 def check_candidates(prompts: object, args: PPOConfig, agents: Agents | None) -> None:
@@ -98,8 +56,8 @@ def check_candidates(prompts: object, args: PPOConfig, agents: Agents | None) ->
         )
 
 
-def check_output_folder(sources: list[tuple[str, object]], args: PPOConfig) -> None:
-    """Raise if the output folder contains a model or reward function of the run.
+def check_output_folder(sources: dict[str, object], args: PPOConfig) -> None:
+    """Raise if the output folder, or a checkpoint in it, contains a model of the run.
 
     Args:
         sources: as in `Parts`; only folder names are checked.
@@ -107,10 +65,12 @@ def check_output_folder(sources: list[tuple[str, object]], args: PPOConfig) -> N
         ValueError: the output folder contains one.
     """
     output_dir = Path(str(args.output_dir)).resolve()
-    for name, source in [(name, x) for name, x in sources if isinstance(x, str) and x and Path(x).is_dir()]:
+    for name, source in sources.items():
+        if not isinstance(source, str) or not Path(source).is_dir():
+            continue
         folder = Path(source).resolve()
-        inside = output_dir in folder.parents and folder.relative_to(output_dir).parts[0]
-        if folder == output_dir or (inside and inside.startswith(PREFIX_CHECKPOINT_DIR)):
+        checkpoints = (parent for parent in (folder, *folder.parents) if parent.parent == output_dir)
+        if folder == output_dir or any(one.name.startswith(PREFIX_CHECKPOINT_DIR) for one in checkpoints):
             raise ValueError(
                 f"{name}={source!r} is in output_dir={args.output_dir!r}, where saving may overwrite or delete it; "
                 "set another output_dir, or, to resume the run in it, pass the model that the run started from"
@@ -137,86 +97,63 @@ def check_ids(model: PreTrainedModel | PeftModel, prompts: dict[str, Prompts], s
 
 
 def check_ends(prompts: dict[str, Prompts], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise if the tokenizer adds EOS to text prompts, and warn if it begins prompts with BOS twice; reads the first.
+    """Raise if the tokenizer adds EOS to text prompts; reads the first of each dataset.
 
     Raises:
         ValueError: the completions would begin after EOS.
     """
     for name, some in prompts.items():
-        if not (ids := some.ids[0].as_py()):  # an environment writes the prompt
-            continue
-        if ids[:2] == [tokenizer.bos_token_id] * 2:
-            logger.warning(
-                "%s: prompts begin with two %r, the text's and the tokenizer's; take it out of the text, or set "
-                "processing_class.add_bos_token=False",
-                *(name, tokenizer.bos_token),
-            )
-        last = tokenizer.convert_ids_to_tokens(ids[-1])
-        is_end = last in (tokenizer.eos_token, getattr(tokenizer, "sep_token", None))
-        if is_end and not some.conversational and not some[0][0]["prompt"].endswith(last):
+        last = tokenizer.convert_ids_to_tokens(some.ids[0].as_py()[-1:])
+        is_end = last in ([tokenizer.eos_token], [getattr(tokenizer, "sep_token", None)])
+        if is_end and not some.conversational and not some[0][0]["prompt"].endswith(last[0]):
             raise ValueError(
-                f"{name}: the tokenizer ends each prompt with {last!r}, after which no completion follows; set "
+                f"{name}: the tokenizer ends each prompt with {last[0]!r}, after which no completion follows; set "
                 "processing_class.add_eos_token=False"
             )
 
 
 def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts], agents: Agents | None) -> None:
-    """Raise if a reward function cannot be called with the columns of a dataset.
+    """Raise if a reward function or an agent cannot be called with the columns of a dataset.
 
     Raises:
         TypeError, ValueError: a function cannot be called with a dataset's columns.
     """
-    from_episodes = {"environments"} if agents is not None and agents.environments else set()
-    if agents is not None and agents.agent is not None:
-        from_episodes = {"outputs", *RESERVED_COLUMNS}
-        check_agent(agents.agent, prompts)
-    for (name, func), (dataset, some) in product(zip(rewards.names, rewards.funcs, strict=True), prompts.items()):
-        if shadowed := sorted(from_episodes & set(some.rows.column_names)):
-            raise ValueError(
-                f"{dataset} has a column {shadowed[0]!r}, which reward functions get from the trainer; rename it"
-            )
-        if "environments" in from_episodes and "self" in some.rows.column_names:
-            raise ValueError(f"{dataset} has a column 'self', the name of an argument of reset; rename it")
-        check_conversations(name, func, dataset, some)
-        columns = {*RESERVED_COLUMNS, *from_episodes, "completion_ids", *some[0][0]} - {"prompt", "completion"}
-        called = func.func if isinstance(func, RewardWrapper) else func
-        if isinstance(called, RewardServer) and (missing := sorted(set(called.columns) - columns)):
-            raise ValueError(
-                f"columns={called.columns} of reward server {name!r}: {dataset} has no column {missing[0]!r}; "
-                "rename one of the dataset's, or leave it out"
-            )
-        if isinstance(called, BatchReward):
-            continue
-        try:
-            inspect.signature(called).bind(**dict.fromkeys(columns))
-        except TypeError as error:
-            raise TypeError(
-                f"reward function {name!r} cannot be called for {dataset}: {error}; it gets "
-                f"{', '.join(sorted(columns))} by keyword: name the ones it needs, and accept **kwargs"
-            ) from error
-        except ValueError:  # compiled functions may have no signature
-            continue
-
-
-def check_agent(agent: Callable[..., object], prompts: dict[str, Prompts]) -> None:
-    """Raise if an agent cannot be called with the columns of a dataset.
-
-    Raises:
-        TypeError, ValueError: it cannot.
-    """
-    given = {"base_url", "api_key"}
+    agent = None if agents is None else agents.agent
+    passed = {"environments"} if agents is not None and agents.environments else set()
+    taken = passed
+    if agent is not None:
+        passed, taken = {"outputs"}, {"outputs", "base_url", "api_key", "seed", "episode_seed", *RESERVED_COLUMNS}
     for dataset, some in prompts.items():
-        columns = some.rows.column_names
-        if shadowed := sorted({*given, "seed", "episode_seed"} & {*columns}):
-            raise ValueError(f"{dataset} has a column {shadowed[0]!r}, an argument of the agent; rename it")
-        try:
-            named = {*inspect.signature(agent).parameters} & {"seed", "episode_seed"}
-            inspect.signature(agent).bind(**dict.fromkeys({*given, *named, *columns}))
-        except TypeError as error:
-            raise TypeError(
-                f"the agent cannot be called for {dataset}: {error}; it gets {', '.join(sorted({*given, *columns}))} "
-                "by keyword: name the ones it needs, and accept **row"
-            ) from error
+        names = set(some.rows.column_names)
+        if shadowed := sorted(taken & names):
+            raise ValueError(f"{dataset} has a column {shadowed[0]!r}, which the trainer passes itself; rename it")
+        if agent is not None:
+            seeds = {*inspect.signature(agent).parameters} & {"seed", "episode_seed"}
+            check_call("the agent", agent, {"base_url", "api_key", *seeds, *names}, dataset)
+        for name, func in zip(rewards.names, rewards.funcs, strict=True):
+            check_conversations(name, func, dataset, some)
+            columns = {*RESERVED_COLUMNS, *passed, "completion_ids", *some[0][0]} - {"prompt", "completion"}
+            called = func.func if isinstance(func, RewardWrapper) else func
+            if isinstance(called, RewardServer) and (missing := sorted(set(called.columns) - columns)):
+                raise ValueError(
+                    f"columns={called.columns} of reward server {name!r}: {dataset} has no column {missing[0]!r}; "
+                    "rename one of the dataset's, or leave it out"
+                )
+            if not isinstance(called, BatchReward):
+                check_call(f"reward function {name!r}", called, columns, dataset)
+
+
+def check_call(subject: str, func: Callable[..., object], columns: set[str], dataset: str) -> None:
+    """Raise TypeError if a function cannot be called with these keywords."""
+    try:
+        inspect.signature(func).bind(**dict.fromkeys(columns))
+    except TypeError as error:
+        raise TypeError(
+            f"{subject} cannot be called for {dataset}: {error}; it gets {', '.join(sorted(columns))} by keyword: "
+            "name the ones it needs, and accept **kwargs"
+        ) from error
+    except ValueError:  # compiled functions may have no signature
+        return
 
 
 def check_lengths(name: str, model: PreTrainedModel | PeftModel, longest: int, args: PPOConfig) -> None:

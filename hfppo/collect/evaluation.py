@@ -13,7 +13,7 @@ from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 from hfppo.collect.collector import Collector
 from hfppo.config import PPOConfig
 from hfppo.data.prompt_stream import EvalDataset
-from hfppo.data.prompts import EMPTY_PROMPT, Prompts, has_transform
+from hfppo.data.prompts import EMPTY_PROMPT, Prompts
 from hfppo.metrics import Measures, Meter, parts
 from hfppo.models.modes import eval_mode
 from hfppo.rewards.functions import RewardFunctions
@@ -37,8 +37,7 @@ def eval_output(
     Args:
         completions, metrics: see `evaluate_prompts`.
     """
-    rows = prompts.rows  # the dataset's transform applies, as for prompts and reward functions
-    columns: Any = rows[:] if has_transform(rows) else rows.to_dict()
+    columns: Any = prompts.rows[:]  # the dataset's transform applies, as for prompts and reward functions
     if compute_metrics is not None:
         inputs = columns.get("prompt", [EMPTY_PROMPT] * len(prompts))
         given = compute_metrics(EvalPrediction(completions, columns, inputs=inputs))

@@ -125,24 +125,9 @@ def template_options(row: Mapping[str, object]) -> dict[str, Any]:
     Raises:
         ValueError: a text is not JSON.
     """
-    tools, options = (template_option(column, row.get(column)) for column in TEMPLATE_COLUMNS)
+    values = (row.get(column) for column in TEMPLATE_COLUMNS)
+    tools, options = (json.loads(x or "null") if isinstance(x, str) else without_nones(x) for x in values)
     return {**({"tools": tools} if tools else {}), **(options or {})}
-
-
-def template_option(column: str, value: object) -> Any:
-    """Return a row's value in a column for the chat template, which may be JSON.
-
-    Raises:
-        ValueError: a text is not JSON.
-    """
-    if not isinstance(value, str) or not value.strip():
-        return without_nones(value)
-    try:
-        return json.loads(value)
-    except ValueError as error:
-        raise ValueError(
-            f"column {column!r} is for the chat template, and {value!r} is not JSON; correct it, or rename the column"
-        ) from error
 
 
 def without_nones(value: Any) -> Any:

@@ -3,8 +3,8 @@
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -30,10 +30,8 @@ RESERVED_COLUMNS = {"prompts", "completions", "trainer_state", "log_extra", "log
 
 EMPTY_PROMPT = [{"role": "user", "content": ""}]  # the prompt of a row without a prompt; an environment adds its text
 
-ROWS_AT_ONCE = 1000  # rows per call of the tokenizer
-HASHED = 10_000  # rows that processes compare at most, in about a second
 STORED_FROM = 10_000  # rows of a dataset whose token ids are stored; tokenizing them takes about a second
-VERSION = 1  # version of the stored token ids; raise it when the code makes other ids
+VERSION = 1  # of the stored token ids; raise it when the code makes other ids
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,6 @@ class Prompts:
     rows: Dataset  # all columns, for the reward functions
     ids: pa.LargeListArray  # ids[i] are the token ids of row i
     conversational: bool  # whether the prompts are lists of messages
-    dated: bool = False  # whether their text may depend on the date
     critic_ids: pa.LargeListArray | None = None  # likewise of the critic's prompts; None: the critic has no own ones
 
     def __len__(self) -> int:
@@ -54,7 +51,7 @@ class Prompts:
 
     def __getitem__(self, index: int) -> Prompt:
         ids: Any = (some[index].as_py() for some in self.arrays)
-        return read_row(self.rows, index), *ids
+        return self.rows[index], *ids
 
     @property
     def head(self) -> "Prompts":
@@ -101,7 +98,7 @@ class Prompts:
             )
         logger.warning("%s max_prompt_length=%s tokens and are dropped", number, max_length)
         ids, *critic_ids = (some.take(pa.array(short)) for some in self.arrays)
-        return Prompts(self.rows.select(short), ids, self.conversational, self.dated, *critic_ids)
+        return Prompts(self.rows.select(short), ids, self.conversational, *critic_ids)
 
     def digest(self) -> str:
         """Return a hash of all token ids and of where the prompts end."""
@@ -151,7 +148,7 @@ def prepare_prompts(
         ValueError: no rows, no "prompt" column, a prompt of an unknown type, or one that the tokenizer cannot render.
     """
     check_columns(dataset, name)
-    if not has_transform(dataset):  # without the format a transform would be lost
+    if dataset.format["type"] != "custom":  # without the format a transform would be lost
         dataset = dataset.with_format(None)
     conversational = isinstance(dataset["prompt"][0], list)
     if tools is not None and not conversational:
@@ -161,12 +158,14 @@ def prepare_prompts(
         )
     options = dict(chat_template_kwargs or {})
     of_rows = "chat_template_kwargs" in dataset.column_names  # the column may contain a chat template
-    if not (dated := conversational and (of_rows or reads_time(tokenizer, options))):
+    if not (conversational and (of_rows or reads_time(tokenizer, options))):
         options.pop(CLOCK, None)  # stored ids are found on other days too
     columns = ["prompt", CRITIC_PROMPT] if for_critic and CRITIC_PROMPT in dataset.column_names else ["prompt"]
-    makers = (PromptTokenizer(tokenizer, conversational, options, name, completed, column) for column in columns)
-    ids, *critic_ids = (maker.tokenize(dataset, tools) for maker in makers)
-    return Prompts(dataset, ids, conversational, dated, *critic_ids)
+    makers = (
+        PromptTokenizer(tokenizer, conversational, options, name, completed, column, tools) for column in columns
+    )
+    ids, *critic_ids = (maker.tokenize(dataset) for maker in makers)
+    return Prompts(dataset, ids, conversational, *critic_ids)
 
 
 def check_columns(dataset: Dataset, name: str) -> None:
@@ -183,49 +182,6 @@ def check_columns(dataset: Dataset, name: str) -> None:
         )
 
 
-def read_row(rows: Dataset, index: int) -> Columns:
-    """Return a row of a dataset.
-
-    Raises:
-        ValueError: a file of the row cannot be decoded.
-    """
-    try:
-        return rows[index]
-    except Exception as error:
-        if not (media := media_columns(rows)):
-            raise
-        known = rows.remove_columns(media)[index]
-        raise ValueError(
-            f"row {known!r:.200}: column {', '.join(media)} cannot be decoded ({error!r}); correct the file, install "
-            "what decodes it, or remove the row or the column"
-        ) from error
-
-
-def describe_rows(dataset: Dataset) -> dict[str, object]:
-    """Return what processes with the same dataset have alike; the hash reads at most `HASHED` rows, evenly spread.
-
-    Images and other files are left out, because the paths of two hosts may differ.
-    """
-    plain = dataset.with_format("arrow").remove_columns(media_columns(dataset))
-    some: Any = plain[range(0, len(plain), len(plain) // HASHED + 1)]
-    hashed = hashlib.sha256(repr(some.to_pylist()).encode("utf-8", "surrogatepass"))
-    return {
-        "number of rows": len(dataset),
-        "columns": dataset.column_names,
-        "rows (SHA-256)": hashed.hexdigest()[:16],
-        "rows on disk": is_stored(dataset),
-    }
-
-
-def media_columns(dataset: object) -> list[str]:
-    """Return the columns with images, audio or other files that are decoded when a row is read; a transform has none.
-
-    Only the features of files have the field `decode`, and lists and dictionaries of them show it.
-    """
-    features = {} if has_transform(dataset) else getattr(dataset, "features", None) or {}
-    return [name for name, feature in features.items() if "decode=True" in repr(feature)]
-
-
 def dataset_of(prompts: Sequence[object] | None, columns: Mapping[str, Sequence[object]]) -> Dataset:
     """Make a dataset of prompts and their columns.
 
@@ -235,20 +191,6 @@ def dataset_of(prompts: Sequence[object] | None, columns: Mapping[str, Sequence[
     if isinstance(prompts, str) or any(map(is_message, prompts or [])):
         raise ValueError(f"prompts={prompts!r} is a single prompt; pass a list of prompts")
     return Dataset.from_dict({**columns, **({} if prompts is None else {"prompt": list(prompts)})})
-
-
-def check_kinds(prompts: list[Any], first: int, conversational: bool, name: str, column: str) -> None:
-    """Raise if a prompt is not of the dataset's kind, text or messages; the error names its row and column.
-
-    Args:
-        first: the row of the first prompt.
-    """
-    for row, prompt in enumerate(prompts, first):
-        if not (prompt and all(map(is_message, prompt)) if conversational else isinstance(prompt, str)):
-            raise ValueError(
-                f"{name} row {row}: {column}={prompt!r} is neither text nor a list of messages like "
-                "[{'role': 'user', 'content': ...}], or is not of row 0's kind; use text or messages in all rows"
-            )
 
 
 def is_message(message: object) -> bool:
@@ -270,50 +212,50 @@ class PromptTokenizer:
     name: str
     completed: bool = False  # a prompt may have no tokens before an environment completes it
     column: str = "prompt"  # or the critic's; a row without a prompt in it has its "prompt" there
+    tools: Sequence[list[Schema]] | None = None  # JSON schemas for each row in place of its column "tools"
     version: int = VERSION  # part of the hash by which stored ids are found
 
-    def tokenize(self, dataset: Dataset, tools: Sequence[list[Schema]] | None) -> pa.LargeListArray:
-        """Return the token ids of all rows. The ids of a large dataset on disk are stored in its cache and read again.
+    def tokenize(self, dataset: Dataset) -> pa.LargeListArray:
+        """Return the token ids of all rows. Those of a large dataset on disk are stored in its cache, and read again.
 
-        Args:
-            tools: JSON schemas for each row in place of its column "tools".
         Raises:
-            ValueError: a row has no tokens.
+            ValueError: a prompt is of another kind than the others, cannot be rendered, or has no tokens.
         """
-        own = [column for column in TEMPLATE_COLUMNS if self.conversational and column in dataset.column_names]
-        read = [*dict.fromkeys(["prompt", self.column, *own])]
-        if is_stored(dataset) and tools is None:
-            with suppress(OSError):  # where nothing can be written, every start tokenizes
-                stored = dataset.select_columns(read)
-                stored = stored.map(
-                    self,
-                    with_indices=True,
-                    batched=True,
-                    batch_size=ROWS_AT_ONCE,
-                    remove_columns=stored.column_names,
-                    features=Features({"ids": LargeList(Value("int32"))}),
-                    desc=f"Tokenizing {self.name}",
-                )
-                return stored.data.column("ids").combine_chunks()
-        chunks = []
-        for rows in np.array_split(np.arange(len(dataset)), -(-len(dataset) // ROWS_AT_ONCE)):
-            part = slice(int(rows[0]), int(rows[-1]) + 1)
-            batch = {column: list(dataset[column][part]) for column in read}
-            if tools is not None:
-                given = batch.get("tools", [None] * len(rows))
-                batch["tools"] = [schemas or shown for schemas, shown in zip(tools[part], given, strict=True)]
-            chunks.append(pa.array(self(batch, rows.tolist())["ids"], pa.large_list(pa.int32())))
-        return pa.concat_arrays(chunks)
+        read = ["prompt", self.column, *(TEMPLATE_COLUMNS if self.conversational else ())]
+        rows = dataset.select_columns([name for name in dataset.column_names if name in read])
+        if len(rows) < STORED_FROM:  # the hash of a large tokenizer takes longer
+            return pa.array(self(rows[:], [*range(len(rows))])["ids"], pa.large_list(pa.int32()))
+        make = partial(
+            rows.map,
+            self,
+            with_indices=True,
+            batched=True,
+            remove_columns=rows.column_names,
+            features=Features({"ids": LargeList(Value("int32"))}),
+            desc=f"Tokenizing {self.name}",
+        )
+        try:
+            made = make()
+        except OSError:  # the cache cannot be written
+            made = make(keep_in_memory=True)
+        return made.data.column("ids").combine_chunks()
 
     def __call__(self, batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[list[int]]]:
         """Return the token ids of consecutive rows as a column, as `Dataset.map` expects."""
         columns = zip(batch[self.column], batch["prompt"], strict=True)
-        prompts = [plain if own is None else own for own, plain in columns]
-        check_kinds(prompts, rows[0], self.conversational, self.name, self.column)
-        batch = {**batch, "prompt": prompts}
-        given = [dict(zip(batch, of_row, strict=True)) for of_row in zip(*batch.values(), strict=True)]
+        batch = {**batch, "prompt": [plain if own is None else own for own, plain in columns]}
+        if self.tools is not None:
+            shown = batch.get("tools", [None] * len(rows))
+            batch["tools"] = [self.tools[row] or own for row, own in zip(rows, shown, strict=True)]
+        given = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+        for row, prompt in zip(rows, batch["prompt"], strict=True):
+            if not (prompt and all(map(is_message, prompt)) if self.conversational else isinstance(prompt, str)):
+                raise ValueError(
+                    f"{self.name} row {row}: {self.column}={prompt!r} is neither text nor a list of messages like "
+                    "[{'role': 'user', 'content': ...}], or is not of row 0's kind; use text or messages in all rows"
+                )
         ids = self.token_ids(given, rows[0])
-        for row, prompt, tokens in zip(rows, prompts, ids, strict=True):
+        for row, prompt, tokens in zip(rows, batch["prompt"], ids, strict=True):
             if not (tokens or self.completed):
                 raise ValueError(f"{self.name} row {row}: the {self.column} {prompt!r} has no tokens; remove the row")
         return {"ids": ids}
@@ -324,30 +266,17 @@ class PromptTokenizer:
         Args:
             first: the number of the first row.
         """
-        prompts = [row["prompt"] for row in rows]
         try:
             if self.conversational:
                 return render_all(rows, self.tokenizer, self.chat_template_kwargs)
-            # These lists of ones and zeros would take a third of the time; not all tokenizers make both.
-            unwanted = {"token_type_ids", "attention_mask"} & set(self.tokenizer.model_input_names)
-            return self.tokenizer(prompts, **{f"return_{name}": False for name in unwanted})["input_ids"]
+            return self.tokenizer([row["prompt"] for row in rows])["input_ids"]
         except (TemplateError, TypeError, ValueError) as error:
             if len(rows) == 1:
                 raise ValueError(
-                    f"{self.name} row {first}: the tokenizer cannot render {prompts[0]!r} ({error}); correct the row, "
-                    "or the chat template"
+                    f"{self.name} row {first}: the tokenizer cannot render {rows[0]['prompt']!r} ({error}); correct "
+                    "the row, or the chat template"
                 ) from error
         return [self.token_ids([row], number)[0] for number, row in enumerate(rows, first)]
-
-
-def is_stored(dataset: Dataset) -> bool:
-    """Return whether the token ids of a dataset are stored: it is large, on disk, and has no transform."""
-    return bool(dataset.cache_files) and len(dataset) >= STORED_FROM and not has_transform(dataset)
-
-
-def has_transform(dataset: object) -> bool:
-    """Return whether a dataset's rows are made by a function of the user, as `set_transform` sets it."""
-    return isinstance(dataset, Dataset) and dataset.format["type"] == "custom"
 
 
 def prompt_indices(positions: range, num_prompts: int, seed: int) -> list[int]:
