@@ -18,7 +18,7 @@ from hfppo.rewards.reward_func import (
     plain_name,
     rows_of,
 )
-from hfppo.support.calls import call_once, finish_within
+from hfppo.support.calls import call_in_thread, finish_within
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class TolerantReward(RewardWrapper):
             RewardError: more rows failed than `max_failed` allows.
         """
         score = partial(self._score, batch, log)
-        return call_once(score) if is_async(self.func) else score()
+        return call_in_thread(score) if is_async(self.func) else score()
 
     def _score(self, batch: RewardBatch, log: Log) -> list[object]:
         own = Log()  # of the whole call, which may fail
