@@ -47,14 +47,10 @@ class RewardFunctions:
     def start(self, batch: RewardBatch) -> "PendingScores":
         """Call the functions. Plain ones return first; asynchronous ones continue in the background."""
         pending = PendingScores(self, batch, [Future() for _ in self.funcs], [Log() for _ in self.funcs])
-        try:
-            # Asynchronous functions are called first, so that they run during the plain ones.
-            for i in sorted(range(len(self.funcs)), key=lambda i: not is_async(self.funcs[i])):
-                # Every output is scheduled: a decorator may hide that a function is asynchronous.
-                pending.outputs[i] = schedule(call_func(self.funcs[i], batch, pending.logs[i]))
-        except BaseException:
-            pending.__exit__()
-            raise
+        # Asynchronous functions are called first, so that they run during the plain ones.
+        for i in sorted(range(len(self.funcs)), key=lambda i: not is_async(self.funcs[i])):
+            # Every output is scheduled: a decorator may hide that a function is asynchronous.
+            pending.outputs[i] = schedule(call_func(self.funcs[i], batch, pending.logs[i]))
         return pending
 
     def __call__(self, batch: RewardBatch) -> Numbers:
