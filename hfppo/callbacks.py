@@ -5,10 +5,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Literal
 
-import rich
-from rich.table import Table
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
@@ -18,7 +16,6 @@ from hfppo.functional import adaptive_kl_coef
 from hfppo.metrics import UpdateStep, metrics_of
 from hfppo.rollout import Rollout, Transcript
 from hfppo.state import PPOState
-from hfppo.support.printing import show
 
 PASSED = ("model", "processing_class", "optimizer", "lr_scheduler")  # passed to every event, like Trainer's own
 
@@ -49,31 +46,14 @@ class PPOControl(TrainerControl):
         Args:
             source: the event that has changed them, for errors.
         Raises:
-            AttributeError: the event has set an attribute that is not a field.
-            ValueError: a value is not a number, or a setting is negative or not finite.
+            TypeError, ValueError: a value is not a number, or a setting is negative or not finite.
         """
-        names = [f.name for f in fields(self)]
-        for name in vars(self).keys() - set(names):
-            raise AttributeError(f"{source} set control.{name}, which nothing reads; it may set {', '.join(names)}")
         for name in PPOState.STEERED:
-            number = to_float(f"{source} set control.{name}", getattr(self, name))
+            number = float(getattr(self, name))
             if not 0 <= number < math.inf:
                 raise ValueError(f"{source} set control.{name}={number}; set a finite number of at least 0")
             setattr(self, name, number)
-        for name, value in self.logs.items():
-            self.logs[name] = to_float(f"{source} set control.logs[{name!r}]", value)
-
-
-def to_float(source: str, value: Any) -> float:
-    """Return a number as a float.
-
-    Raises:
-        ValueError: the value is not a number.
-    """
-    try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{source}={value!r}; set a number") from error
+        self.logs = {name: float(value) for name, value in self.logs.items()}
 
 
 class PPOCallback(TrainerCallback):
@@ -226,14 +206,14 @@ class AdaptiveKLCallback(PPOCallback):
         control.kl_coef = adaptive_kl_coef(control.kl_coef, kl, self.target, self.horizon, completions)
 
 
-# Column of the table: the metric of a step, and its name under `clip/<part>/`.
-COLUMNS = {
-    "clipped": ("policy/clip_frac", "frac"),
-    "below": ("policy/clip_frac_low", "frac_low"),
-    "above": ("policy/clip_frac_high", "frac_high"),
-    "dual": ("policy/dual_clip_frac", "frac_dual"),
-    "ratio": ("policy/ratio", "ratio"),
-    "KL": ("policy/approx_kl", "approx_kl"),
+# Metrics of a step, and their names under `clip/<part>/`.
+CLIP_NAMES = {
+    "policy/clip_frac": "frac",
+    "policy/clip_frac_low": "frac_low",
+    "policy/clip_frac_high": "frac_high",
+    "policy/dual_clip_frac": "frac_dual",
+    "policy/ratio": "ratio",
+    "policy/approx_kl": "approx_kl",
 }
 MOST_CHANGE = 0.2  # most relative change of the learning rate per rollout, as for β in AdaptiveKLCallback
 
@@ -253,7 +233,6 @@ class ClipMetricsCallback(PPOCallback):
         by: what x is.
         then: what to change.
         per_mini_batch: log each mini-batch as well.
-        show: print a table after each rollout.
 
     Raises:
         ValueError: a target that is not above 0, or an unknown `by` or `then`.
@@ -265,7 +244,6 @@ class ClipMetricsCallback(PPOCallback):
         by: Literal["clip_frac", "approx_kl"] = "clip_frac",
         then: Literal["learning_rate", "stop"] = "learning_rate",
         per_mini_batch: bool = False,
-        show: bool = False,
     ):
         if target is not None and not target > 0:
             raise ValueError(f"target={target} must be above 0; leave it out to log only")
@@ -273,46 +251,21 @@ class ClipMetricsCallback(PPOCallback):
             raise ValueError(f"by={by!r} must be 'clip_frac' or 'approx_kl'")
         if then not in ("learning_rate", "stop"):
             raise ValueError(f"then={then!r} must be 'learning_rate' or 'stop'")
-        self.target, self.metric, self.then = target, f"policy/{by}", then
-        self.per_mini_batch, self.show = per_mini_batch, show
+        self.target, self.metric, self.then, self.per_mini_batch = target, f"policy/{by}", then, per_mini_batch
 
     def on_mini_batch_end(self, args, state, control, *, step, **kwargs):
         if self.target is not None and self.then == "stop" and step.metrics.get(self.metric, 0.0) > self.target:
             control.should_end_rollout = True
 
-    def on_update_end(self, args, state, control, *, steps, ppo_state, **kwargs):
+    def on_update_end(self, args, state, control, *, steps, **kwargs):
         epochs = groupby(steps, key=attrgetter("epoch"))
         parts = {f"epoch_{epoch + 1}": metrics_of(some) for epoch, some in epochs}
         if self.per_mini_batch:
             parts |= {f"epoch_{s.epoch + 1}_batch_{s.mini_batch + 1}": s.metrics for s in steps}
         for part, metrics in parts.items():
-            for metric, name in COLUMNS.values():
-                if metric in metrics:
-                    control.logs[f"clip/{part}/{name}"] = metrics[metric]
+            control.logs |= {f"clip/{part}/{name}": metrics[x] for x, name in CLIP_NAMES.items() if x in metrics}
         last = parts.get(f"epoch_{args.num_ppo_epochs}", {})
         if self.target is not None and self.then == "learning_rate" and self.metric in last:
             change = max(-MOST_CHANGE, min(MOST_CHANGE, 1 - last[self.metric] / self.target))
             control.learning_rate_factor = min(1.0, control.learning_rate_factor * (1 + change))
         control.logs["clip/learning_rate_factor"] = control.learning_rate_factor
-        if self.show and state.is_world_process_zero:
-            show(rich.print, clip_table(f"clipped, rollout {ppo_state.rollouts}", parts))
-
-
-def clip_table(title: str, parts: dict[str, dict[str, float]]) -> Table:
-    """Return a table with a row for each part of an update; shares in percent, the KL in nats per token."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("part")
-    shown = {name: metric for name, (metric, _) in COLUMNS.items() if any(metric in m for m in parts.values())}
-    for name in shown:
-        table.add_column(name, justify="right")
-    for part, metrics in parts.items():
-        cells = [cell(metrics.get(metric), share=name not in ("ratio", "KL")) for name, metric in shown.items()]
-        table.add_row(part.replace("_", " "), *cells)
-    return table
-
-
-def cell(number: float | None, share: bool) -> str:
-    """Return a number as text."""
-    if number is None:
-        return "–"
-    return f"{number:.1%}" if share else f"{number:.4f}"

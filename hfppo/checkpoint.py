@@ -21,7 +21,7 @@ from transformers import TrainingArguments
 
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import RunDate
-from hfppo.metrics import UpdateStep, merge, sums_from_dict
+from hfppo.metrics import Sums, UpdateStep, merge
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.adapter_config import describe_adapter, find_differences
 from hfppo.models.adapter_switch import REFERENCE
@@ -175,7 +175,7 @@ class Standing:
     """What a checkpoint of the run has beyond Trainer's files."""
 
     state: PPOState
-    metrics: dict[str, dict]  # not logged yet, as `Meter.state_dict` gives them
+    metrics: Sums  # not logged yet
     steps: list[UpdateStep]  # steps made on the rollout in use
     rollout: Rollout | None  # the rollout in use; None if the next one is due
     # The rollout that is sampled ahead, as plain values, and the weights that sample it; None if there is none.
@@ -255,12 +255,11 @@ class PPOCheckpoint:
                 rows = torch.arange(sum(map(len, rollouts)))
                 rollout = Rollout.join(rollouts).select(rows[self._own_part(len(rows))])
         if len(paths) > 1:  # the first process continues the sums of all
-            each = merge(sums_from_dict(content["metrics"]) for content in contents)
-            metrics = {} if self.process else {name: asdict(sums) for name, sums in each.items()}
+            metrics = {} if self.process else merge(content["metrics"] for content in contents)
         state = PPOState.from_state_dict(content["state"])
         before, now = (starting_values(run.settings) for run in (saved, self.run))
         state = replace(state, **{name: value for name, value in now.items() if value != before[name]})
-        steps = [UpdateStep(**{**step, "sums": sums_from_dict(step["sums"])}) for step in content["steps"]]
+        steps = [UpdateStep(**step) for step in content["steps"]]
         ahead = None
         if content.get("ahead") is not None:  # earlier versions had none
             plain = content["ahead"] if len(paths) == 1 else self._own_order([one["ahead"] for one in contents])

@@ -6,7 +6,8 @@ No metric averages over padding.
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 from accelerate.utils import gather_object
@@ -120,6 +121,8 @@ METRICS: dict[str, tuple[str, str]] = {
 
 # Parts by the name of the metric, each (4,) float64 as `parts` returns them.
 Measures = dict[str, Tensor]
+# The same as numbers, added up over micro-batches, steps or processes.
+Sums = dict[str, list[float]]
 
 
 def parts(values: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -143,6 +146,7 @@ def parts_of(number: float) -> Tensor:
     return parts(torch.tensor([number], dtype=torch.float64))
 
 
+@cache
 def reduction_of(name: str) -> str:
     """Return how the parts of a metric become one number.
 
@@ -160,44 +164,11 @@ def reduction_of(name: str) -> str:
     raise ValueError(f"{name!r} is not a metric; use 'custom/{name}'")
 
 
-@dataclass
-class Sums:
-    """Parts of one metric; add the parts of several processes or steps to combine them."""
-
-    reduction: str
-    count: float = 0.0
-    total: float = 0.0
-    squares: float = 0.0
-    largest: float = -math.inf
-
-    def add(self, other: "Sums") -> None:
-        """Add the parts of another process or step; a "last" metric takes the other's value."""
-        if self.reduction == "last":
-            vars(self).update(vars(other))
-            return
-        self.count += other.count
-        self.total += other.total
-        self.squares += other.squares
-        self.largest = other.largest if math.isnan(other.largest) else max(self.largest, other.largest)
-
-    def value(self) -> float:
-        """Return the metric by its reduction; at least one part is needed."""
-        mean = self.total / self.count
-        if self.reduction == "lag":
-            return self.largest - mean
-        if self.reduction == "max":
-            return self.largest
-        return math.sqrt(max(self.squares / self.count - mean**2, 0.0)) if self.reduction == "std" else mean
-
-
-NamedSums = dict[str, Sums]
-
-
 class Meter:
     """Adds up the measures of one process until they are read, once, for all processes."""
 
     def __init__(self, measures: Measures | None = None) -> None:
-        self._sums: NamedSums = {}
+        self._sums: Sums = {}
         self._pending: dict[torch.device, list[tuple[str, Tensor]]] = defaultdict(list)
         self.update(measures or {})
 
@@ -211,44 +182,52 @@ class Meter:
         """Return every metric over all processes, and reset. A collective call: every process must make it."""
         return values_of(self.gather())
 
-    def gather(self) -> NamedSums:
+    def gather(self) -> Sums:
         """Return the parts of every metric over all processes, and reset. A collective call."""
         states = gather_object([self.state_dict()])
-        self._sums.clear()
-        return merge(sums_from_dict(state) for state in states)
+        self._sums = {}
+        return merge(states)
 
-    def state_dict(self) -> dict[str, dict]:
+    def state_dict(self) -> Sums:
         """Return the metrics that are not read yet, as plain numbers."""
         for pending in self._pending.values():
             together = torch.stack([x for _, x in pending]).tolist()  # the one wait of a device
-            found = [{name: Sums(reduction_of(name), *x)} for (name, _), x in zip(pending, together, strict=True)]
-            self._sums = merge([self._sums, *found])
+            self._sums = merge([self._sums, *({name: x} for (name, _), x in zip(pending, together, strict=True))])
         self._pending.clear()
-        return {name: asdict(sums) for name, sums in self._sums.items()}
+        return self._sums
 
-    def load_state_dict(self, state: dict[str, dict]) -> None:
+    def load_state_dict(self, state: Sums) -> None:
         """Continue from the metrics that `state_dict` returned."""
         self._pending.clear()
-        self._sums = sums_from_dict(state)
+        self._sums = state
 
 
-def sums_from_dict(saved: dict[str, dict]) -> NamedSums:
-    """Make the sums from what `dataclasses.asdict` returned."""
-    return {name: Sums(**fields) for name, fields in saved.items()}
-
-
-def merge(each: Iterable[NamedSums]) -> NamedSums:
-    """Return the sums of the parts of several processes or steps."""
-    merged: NamedSums = {}
-    for named in each:
-        for name, sums in named.items():
-            merged.setdefault(name, Sums(sums.reduction)).add(sums)
+def merge(each: Iterable[Sums]) -> Sums:
+    """Return the parts of several processes or steps together; of a "last" metric those of the last one."""
+    merged: Sums = {}
+    for sums in each:
+        for name, new in sums.items():
+            if name in merged and reduction_of(name) != "last":
+                *totals, largest = merged[name]
+                totals = [before + more for before, more in zip(totals, new, strict=False)]
+                new = [*totals, new[3] if math.isnan(new[3]) else max(largest, new[3])]
+            merged[name] = new
     return merged
 
 
-def values_of(sums: NamedSums) -> dict[str, float]:
+def values_of(sums: Sums) -> dict[str, float]:
     """Return the metrics that have a part, each by its reduction."""
-    return {name: x.value() for name, x in sums.items() if x.count}
+    return {name: reduced(reduction_of(name), *x) for name, x in sums.items() if x[0]}
+
+
+def reduced(reduction: str, count: float, total: float, squares: float, largest: float) -> float:
+    """Return a metric from its parts."""
+    mean = total / count
+    if reduction == "max":
+        return largest
+    if reduction == "lag":
+        return largest - mean
+    return math.sqrt(max(squares / count - mean**2, 0.0)) if reduction == "std" else mean
 
 
 @dataclass(frozen=True)
@@ -257,7 +236,7 @@ class UpdateStep:
 
     epoch: int  # PPO epoch, from 0
     mini_batch: int  # number within the epoch, from 0
-    sums: NamedSums  # over all processes
+    sums: Sums  # over all processes
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -20,7 +20,7 @@ def collect_runs(folders: Sequence[str]) -> list[dict[str, Any]]:
 
     Raises:
         OSError: a folder has no page.
-        ValueError: a file is not the page of a run, or is not a trace.
+        ValueError: a file is not the page of a run.
     """
     runs = [{**run, "name": folder} for folder in folders for run in read_page(Path(folder) / PAGE)]
     if len(runs) > 1:

@@ -17,7 +17,6 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
@@ -30,14 +29,12 @@ from helpers.agents import (
     calling_tokenizer,
     collect,
     count_messages,
-    talking_trainer,
     tool,
 )
 from helpers.processes import HELPERS, TWO_PROCESSES, environment
 from hfppo import TextEnvironment
 from hfppo.environments import episodes
 from hfppo.generation.generate import TransformersSampler
-from hfppo.support import background
 from hfppo.support.calls import event_loop
 
 FAR = 60  # seconds that no test waits
@@ -350,35 +347,6 @@ def test_a_tool_that_hangs_holds_nobody_up(play, end, swallows):
     assert (others, played.said(row=1)) == (["3", "1"], ["1", "1"])
     assert [played.roles(row) for row in range(2)] == ["attata", "atata"]
     assert played.metrics["tools/timeout_frac"] == 0.2
-
-
-# Random numbers
-
-
-def generators() -> str:
-    return repr((random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()))
-
-
-def test_global_random_numbers_are_put_back_and_a_draw_is_told(play, caplog):
-    background.warn_of_global_draws.cache_clear()
-
-    class Dice(Counting):
-        def step(self, text):
-            if draws:
-                random.seed(0), np.random.rand(), torch.rand(())
-            return super().step(text)
-
-    before = []
-    for draws in (False, True, True):
-        play(["1", "2", "3"], environment_factory=Dice, prepare=lambda _: before.append(generators()))
-        assert before[-1] == generators()
-        assert caplog.text.count("global random numbers") == draws
-
-
-def test_a_model_that_samples_draws_no_global_random_numbers(tmp_path, caplog):
-    background.warn_of_global_draws.cache_clear()
-    talking_trainer(tmp_path, {"max_steps": 4}).train()
-    assert "global random numbers" not in caplog.text
 
 
 # Two processes

@@ -72,7 +72,7 @@ ALLOWED = {
         "support",
     },
     "learn": {"collect", "config", "functional", "metrics", "models", "rollout", "state", "support"},
-    "reporting": {"callbacks", "config", "functional", "models", "rollout", "support"},
+    "reporting": {"callbacks", "config", "functional", "models", "rollout", "state", "support"},
     "token_trace": {
         "callbacks",
         "checkpoint",

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 from helpers.runs import count_digits
 from helpers.scripted import answering
 from helpers.tiny import LORA, other_tokenizer, scorer, tiny_model
-from hfppo import ProcessRewardModel, TolerantReward
+from hfppo import TolerantReward
 from hfppo.data.prompts import Prompts
 from hfppo.rewards.load_rewards import load_reward_func, load_reward_funcs
 from hfppo.rewards.model import RewardAdapter, RewardModel, check_conversations, conversation
@@ -325,11 +325,3 @@ def test_where_decoding_changes_the_prompt_the_completion_is_decoded_alone(monke
     whole = {(3, 4): "the capital", (6,): "is", (3, 4, 6): "the Capital is"}
     monkeypatch.setattr(tokenizer, "batch_decode", lambda rows, **_: [whole[tuple(row)] for row in rows])
     assert continue_text("is", [3, 4], [6], tokenizer) == "is"
-
-
-@pytest.mark.parametrize("kind", [RewardModel, ProcessRewardModel])
-def test_a_model_and_a_tokenizer_by_name_are_refused(kind):
-    with pytest.raises(TypeError, match=r"^model='org/rm' is an id or a path; load the model with from_pretrained$"):
-        kind("org/rm", other_tokenizer("left", "<void>"))
-    with pytest.raises(TypeError, match=r"^tokenizer='org/rm' is an id or a path; load the tokenizer with"):
-        kind(scorer(), "org/rm")

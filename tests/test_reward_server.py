@@ -42,15 +42,13 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_all_batches_share_a_connection_and_no_cookie(serve, call):
-    """Cookies of a load balancer would send all requests to one of its servers."""
+def test_all_batches_share_a_connection(serve, call):
     server = serve(lengths)
     func = RewardServer(server.url)
     for _ in range(3):
         CALLS[call](func)
     assert len(server.asked) == 3
     assert len(server.connections) == 1
-    assert not any("Cookie" in headers for headers in server.headers)
 
 
 def test_requests_that_wait_are_dropped_when_another_fails(serve):
@@ -152,7 +150,6 @@ def test_secrets_stay_out_of_errors():
     [
         ({"url": "localhost:80"}, "is not an HTTP address; write http://host:port/path"),
         ({"url": "ftp://a/b"}, "is not an HTTP address"),
-        ({"url": "http://host:port/x"}, "cannot be parsed; write http://host:port/path, with a number"),
         ({"timeout": 0}, "timeout=0 must be above 0"),
         ({"max_retries": -1}, "max_retries=-1 0 or more"),
         ({"max_concurrency": 0}, "max_concurrency=0 1 or more"),
@@ -176,13 +173,6 @@ def test_a_value_that_json_cannot_hold_is_refused_at_once(value, why):
     func = RewardServer("http://127.0.0.1:9/score", columns=["answer", "when"])
     with pytest.raises((TypeError, ValueError), match=why):
         ask(func, ["a"], answer=["1"], when=[value])
-
-
-def test_an_address_that_cannot_be_read_is_not_shown():
-    with pytest.raises(ValueError, match="cannot be parsed") as error:
-        RewardServer("http://me:qx/zz@host")
-    assert "qx" not in str(error.value)
-    assert error.value.__cause__ is None
 
 
 def test_a_trainer_learns_from_a_server_given_by_its_address(serve, make_trainer):

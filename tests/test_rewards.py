@@ -97,20 +97,12 @@ def test_columns_of_one_name_are_told_apart():
     assert score([logs("a"), logs("b")]).extra == {"why (same_1)": ["a"] * 3, "why (same_2)": ["b"] * 3}
 
 
-@pytest.mark.parametrize(
-    ("called", "name", "value", "error", "said"),
-    [
-        ("log_metric", "share", None, TypeError, "passed None to log_metric as 'share'"),
-        ("log_extra", "why", "abc", TypeError, "passed 'abc' to log_extra as 'why'"),
-        ("log_extra", "why", ["a", "b"], ValueError, "2 values for 3 completions to log_extra as 'why'; pass one"),
-    ],
-)
-def test_a_logged_value_that_does_not_fit_is_named(called, name, value, error, said):
-    def scores(completions, **kwargs):
-        kwargs[called](name, value)
+def test_a_logged_column_that_does_not_fit_is_named():
+    def scores(completions, log_extra, **kwargs):
+        log_extra("why", ["a", "b"])
         return zeros(completions)
 
-    with pytest.raises(error, match=said):
+    with pytest.raises(ValueError, match="2 values for 3 completions to log_extra as 'why'; pass one"):
         score(scores)
 
 
@@ -445,13 +437,13 @@ def spoil(value):
 
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_no_function_sees_what_another_changes_in_its_arguments(make_trainer, is_async, wrapped):
+def test_no_function_sees_what_another_changes_in_prompts_and_completions(make_trainer, is_async, wrapped):
     seen = []
 
-    def reward(prompts, completions, completion_ids, answer, level, **kwargs):
-        seen.append(copy.deepcopy([prompts, completions, completion_ids, answer, level]))
+    def reward(prompts, completions, completion_ids, **kwargs):
+        seen.append(copy.deepcopy([prompts, completions, completion_ids]))
         scores = [float(len(ids)) for ids in completion_ids]
-        for value in (prompts, completions, completion_ids, answer, level):
+        for value in (prompts, completions, completion_ids):
             spoil(value)
         if wrapped and len(scores) > 1:
             raise ValueError("TolerantReward calls again, for each row")
@@ -462,7 +454,7 @@ def test_no_function_sees_what_another_changes_in_its_arguments(make_trainer, is
 
     func = waiting if is_async else reward
     talks = [[{"role": "user", "content": text}] for text in ("1+1=", "2+1=")]
-    given = Dataset.from_dict({"prompt": talks, "answer": [{"of": ["2"]}, {"of": ["3"]}], "level": [[1], [2]]})
+    given = Dataset.from_dict({"prompt": talks})
     funcs = [TolerantReward(func, max_failed=1.0), always(0.0, 0.0)] if wrapped else [func, func]
     trainer = answering(make_trainer(reward_funcs=funcs, train_dataset=given), "2.", "12.")
     prepared = trainer._train_prompts
@@ -470,7 +462,6 @@ def test_no_function_sees_what_another_changes_in_its_arguments(make_trainer, is
     collected = trainer.collector.collect(rows, trainer.ppo_state, trainer.state, training=False)
     rollout, transcript = collected.rollout, collected.transcript
     first = [talks, [[{"role": "assistant", "content": text}] for text in ("2", "12")], [[4, 1], [3, 4, 1]]]
-    first += [[{"of": ["2"]}, {"of": ["3"]}], [[1], [2]]]
     if wrapped:
         assert seen == [first, *[[column[i : i + 1] for column in first] for i in range(2)]]
     else:

@@ -13,9 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 
 from helpers.runs import SUMS, small_trainer
 from helpers.tiny import tiny_model
-from hfppo import PPOConfig, TokenTable, TokenTraceCallback, report
-from hfppo.reporting.run_page import render_page, run_data
-from hfppo.reporting.traces import trace_file
+from hfppo import PPOConfig, TokenTable, TokenTraceCallback
 from hfppo.saving.manifest import seal
 from hfppo.token_trace.__main__ import main
 from hfppo.token_trace.from_checkpoint import trace_prompt
@@ -203,17 +201,6 @@ def test_a_whole_checkpoint_of_another_trainer_is_refused(run, tmp_path):
     seal(folder)
     with pytest.raises(SystemExit, match=r"of PPOTrainer: it has no ppo_state_0\.json"):
         main([str(folder), PROMPT])
-
-
-@pytest.mark.parametrize("line", ["{torn", "{}"])
-def test_a_line_that_is_no_trace_is_named(run, tmp_path, line):
-    path = trace_file(tmp_path, 1)
-    path.parent.mkdir()
-    written = trace_file(run.trainer.args.output_dir, 1).read_text().splitlines()[0]
-    path.write_text(f"{written}\n{line}\n")
-    (tmp_path / "run.html").write_text(render_page([run_data("out", [])]))
-    with pytest.raises(SystemExit, match=r"line 2 of .*rollout-000001.jsonl is not a trace \(.*\); remove the line"):
-        report.main([str(tmp_path)])
 
 
 def test_a_page_that_cannot_be_written_ends_with_one_line(run, tmp_path):

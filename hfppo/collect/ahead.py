@@ -67,7 +67,7 @@ class RolloutAhead:
         # A tokenizer keeps truncation and padding of its latest call, so a callback's call would change the thread's.
         tokenizer, player = copy.deepcopy(collector.tokenizer), collector.player
         if player is not None:
-            player = replace(player, alone=False, chat_format=replace(player.chat_format, tokenizer=tokenizer))
+            player = replace(player, chat_format=replace(player.chat_format, tokenizer=tokenizer))
         sampler = keeping_policy(collector.sampler)  # samples from the weights of the order
         self.collector = replace(collector, sampler=sampler, tokenizer=tokenizer, player=player)
         self.order: Order | None = None  # None: nothing is sampled ahead

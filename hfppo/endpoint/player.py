@@ -22,7 +22,7 @@ from hfppo.environments.environment import finite_reward
 from hfppo.environments.episodes import Ask, Episode, EpisodePlayer, TurnSampler, columns_for
 from hfppo.rewards.reward_func import is_async
 from hfppo.sample import Ended, Turn
-from hfppo.support.calls import MOST_THREADS
+from hfppo.support.calls import MOST_THREADS, call_with_limit
 
 Agent = Callable[..., Any]
 
@@ -110,7 +110,7 @@ class AgentPlayer(EpisodePlayer):
         """Run the agent, and return what it returns."""
         agent = self.agents.agent
         given = {"base_url": base_url, "api_key": api_key, **columns_for(agent, row)}
-        return await self.threads.call(partial(agent, **given), None, "")
+        return await call_with_limit(partial(agent, **given), None, "")
 
     def check(self, value: object) -> None:
         """Raise if the agent's value cannot be used.

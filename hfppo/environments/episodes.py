@@ -25,8 +25,8 @@ from hfppo.environments.environment import TextEnvironment, finite_reward, joine
 from hfppo.environments.tool_calls import TIMEOUT, ToolCall, run_calls
 from hfppo.sample import Ended, Sample, Turn
 from hfppo.state import stream_seed
-from hfppo.support.background import Questions, global_random_numbers
-from hfppo.support.calls import Threads
+from hfppo.support.background import Questions
+from hfppo.support.calls import call_with_limit
 
 # Completes prompts, each with its seed and its maximum number of tokens; greedily without seeds.
 TurnSampler = Callable[[list[list[int]], list[int] | None, list[int]], list[Turn]]
@@ -66,15 +66,12 @@ class EpisodePlayer:
     Args:
         chat_format: its `eos_ids` end a turn of this model.
         max_prompt: maximum number of tokens of a prompt with the text of `reset`; None: no limit.
-        alone: whether the process does nothing else during the episodes.
     """
 
     agents: Agents
     chat_format: ChatFormat
     args: PPOConfig
     max_prompt: int | None
-    alone: bool = True
-    threads: Threads = field(default_factory=Threads, init=False)
     room = None  # number of episodes that run at once; None: all
     first_patience = math.inf  # seconds that the first ready episodes wait for others
 
@@ -101,9 +98,8 @@ class EpisodePlayer:
         """
         episodes = self.begin(rows)
         patience = self.first_patience
-        seed = rows[0].seed if self.alone else None
         played = [partial(self.play_one, episode) for episode in episodes]
-        with global_random_numbers(seed), self.threads, Questions(played, self.room) as questions:
+        with Questions(played, self.room) as questions:
             while any_active(questions.wait(patience, timed)):
                 asked = questions.take()
                 # Without a ready row, a process of a sharded model still joins the others' forward passes.
@@ -123,7 +119,7 @@ class EpisodePlayer:
         """Return the rows with the prompts that their environments complete; their episodes are not played."""
         episodes = self.begin(rows)
         opened = [lambda _, episode=episode: self.open(episode) for episode in episodes]
-        with global_random_numbers(rows[0].seed), self.threads, Questions(opened) as questions:
+        with Questions(opened) as questions:
             questions.wait()
         self.give_back(episodes)
         return [episode.row for episode in episodes]
@@ -159,7 +155,7 @@ class EpisodePlayer:
             await self.take_turn(episode, await ask(episode))
         get_reward = getattr(episode.environment, "get_reward", None)
         if get_reward is not None and not episode.failed:
-            episode.final_reward = await self.threads.call(get_reward, None, "")
+            episode.final_reward = await call_with_limit(get_reward, None, "")
         episode.text = episode.messages
         return episode
 
@@ -216,7 +212,7 @@ class EpisodePlayer:
         func = partial(getattr(episode.environment, method), *args, **kwargs)
         late = f"{described} took longer than tool_timeout={self.args.tool_timeout} seconds"
         try:
-            return await self.threads.call(func, self.args.tool_timeout, late)
+            return await call_with_limit(func, self.args.tool_timeout, late)
         except TimeoutError:
             raise
         except Exception as error:
@@ -275,7 +271,7 @@ class EpisodePlayer:
             episode.ended = Ended.UNFINISHED
             return
         tools = {**self.agents.tools, **tools_of(episode.environment)}
-        answers = await run_calls(calls, tools, self.args.tool_timeout, self.threads)
+        answers = await run_calls(calls, tools, self.args.tool_timeout)
         messages = [answer.message for answer in answers]
         results = [answer.result for answer in answers if answer.result is not None]
         failures = [answer.failure for answer in answers if answer.failure is not None]

@@ -9,7 +9,7 @@ from typing import Any
 
 from hfppo.data.chat_template import Message
 from hfppo.environments.environment import Result, Tool, text_of
-from hfppo.support.calls import Threads, awaited, awaited_within
+from hfppo.support.calls import awaited, awaited_within, start_call
 
 # Kinds of failures, as `tools/<kind>_frac` counts them.
 UNKNOWN, RAISED, TIMEOUT = "unknown", "raised", "timeout"
@@ -27,9 +27,7 @@ class Answer:
     of_environment: bool = False  # whether the tool is a method of the environment
 
 
-async def run_calls(
-    calls: Sequence[ToolCall], tools: Mapping[str, Tool], timeout: float | None, threads: Threads
-) -> list[Answer]:
+async def run_calls(calls: Sequence[ToolCall], tools: Mapping[str, Tool], timeout: float | None) -> list[Answer]:
     """Run the calls of one turn in their order; awaitables that they return are awaited together after that.
 
     Args:
@@ -45,7 +43,7 @@ async def run_calls(
         try:
             if (tool := tools.get(call["name"])) is None:
                 raise LookupError(f"Tool {call['name']} not found.")
-            value = await threads.start(partial(tool, **call["arguments"]), timeout, late)
+            value = await start_call(partial(tool, **call["arguments"]), timeout, late)
             started.append(awaited_within(timeout, late, value))
         except (Exception, SystemExit) as error:
             started.append(error)

@@ -13,7 +13,7 @@ from hfppo.collect.check_finite import NonFiniteGuard
 from hfppo.config import PPOConfig
 from hfppo.learn.micro_batches import MiniBatchSize
 from hfppo.learn.optimizer import groups_of, measure_grad_norms, present_rate
-from hfppo.metrics import Measures, Meter, UpdateStep, parts, parts_of
+from hfppo.metrics import Measures, Meter, Sums, UpdateStep, parts, parts_of
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs
 from hfppo.rollout import Rollout
 from hfppo.state import PPOState
@@ -33,7 +33,7 @@ class Run:
         self._moved: set[str] = set()  # of actor and critic, those that a loss moves in this step
         self.flops = 0  # floating-point operations of the step
         self._began = 0.0
-        self._start: tuple[int, dict[str, dict]] | None = None  # steps made, and metrics, when a step began
+        self._start: tuple[int, Sums] | None = None  # steps made, and metrics, when a step began
 
     @property
     def parameters(self) -> dict[str, list[nn.Parameter]]:
@@ -133,7 +133,7 @@ class Run:
         self.steps.append(UpdateStep(epoch, mini_batch, self._step.gather()))
         return self.steps[-1]
 
-    def metrics_to_save(self, step: int) -> dict[str, dict]:
+    def metrics_to_save(self, step: int) -> Sums:
         """Return the metrics that are not logged yet, without an unfinished step after `step` others."""
         return self._start[1] if self._start is not None and self._start[0] == step else self.log.state_dict()
 

@@ -8,7 +8,7 @@ from hfppo.config import PPOConfig
 from hfppo.reporting.completions import PrintCompletionsCallback
 from hfppo.reporting.health import HealthCallback
 from hfppo.reporting.log_file import LogFileCallback
-from hfppo.reporting.progress import Phases, RunProgress
+from hfppo.reporting.progress import RunProgress
 from hfppo.reporting.run_page import RunPageCallback
 
 
@@ -25,7 +25,7 @@ def with_default_callbacks(callbacks: list[TrainerCallback] | None, args: PPOCon
     return made + [own for own in defaults if not any(isinstance(callback, type(own)) for callback in made)]
 
 
-def show_progress(trainer: Trainer) -> Phases:
+def show_progress(trainer: Trainer) -> RunProgress:
     """Replace the trainer's own bar and return the new one; it is silent if the user has another or no bar."""
     progress = RunProgress()
     callbacks = trainer.callback_handler.callbacks

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tqdm import tqdm
-from transformers import ProgressCallback, TrainerCallback, TrainerState
+from transformers import ProgressCallback, TrainerState
 
 from hfppo.config import CHECKPOINTING, PPOConfig
 from hfppo.support.log_entries import numbers_of
@@ -29,12 +29,14 @@ SHORT = (
 )
 
 
-class Phases(TrainerCallback):
-    """The base of the displays: it tracks the current phase of a rollout.
+class RunProgress(ProgressCallback):
+    """Trainer's progress bar with the phase of the rollout that is collected, and one short line per log.
 
     The trainer enters `phase` around each phase; the sampler calls `advance` with the share that is done. Both do
     nothing without a bar: with `disable_tqdm`, and on processes other than the first.
     """
+
+    training_bar: tqdm | None  # disabled if stderr is not a terminal; None outside of training
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,19 +60,6 @@ class Phases(TrainerCallback):
     def advance(self, share: float) -> None:
         """Show how much of the current phase is done, from 0 to 1."""
         self._show(f"{share:.0%}")
-
-    def _doing(self, share: str) -> str:
-        """Return the phase and its share as text."""
-        return " ".join([*self._phases, share]).strip()
-
-    def _show(self, share: str = "", redraw: bool = False) -> None:
-        """Draw the display, at once if `redraw`, otherwise from time to time."""
-
-
-class RunProgress(Phases, ProgressCallback):
-    """Trainer's progress bar with the phase of the rollout that is collected, and one short line per log."""
-
-    training_bar: tqdm | None  # disabled if stderr is not a terminal; None outside of training
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Print the sizes of the run, and start the bar at the step of the checkpoint that is resumed."""
@@ -113,7 +102,7 @@ class RunProgress(Phases, ProgressCallback):
         bar, now = self.training_bar, time.monotonic()
         if bar is None:
             return
-        doing = self._doing(share)
+        doing = " ".join([*self._phases, share]).strip()
         if not bar.disable:
             bar.set_postfix_str(doing, refresh=redraw)
             bar.update(0)

@@ -19,8 +19,7 @@ from hfppo.callbacks import PPOCallback
 from hfppo.config import PPOConfig
 from hfppo.reporting.card import changed_settings, installed_versions
 from hfppo.reporting.health import HealthCallback
-from hfppo.reporting.token_table import TokenTable
-from hfppo.reporting.traces import Trace
+from hfppo.reporting.traces import Trace, first_traces
 from hfppo.support.files import ignore_write_errors, write_atomically
 from hfppo.support.log_entries import numbers_of
 
@@ -110,14 +109,12 @@ class RunPageCallback(PPOCallback):
         self._traces = {n: traces for n, traces in self._traces.items() if (n - 1) % every == 0}
         if not state.is_world_process_zero or (number - 1) % every:
             return
-        kl, lengths = args.reward_kl_estimator, rollout.real.sum(dim=1).cumsum(dim=0)
+        lengths = rollout.real.sum(dim=1).cumsum(dim=0)
         count = max(1, min(MOST_COMPLETIONS, int((lengths <= MOST_TOKENS).sum())))
-        tables = [TokenTable.from_rollout(rollout, i, processing_class, kl) for i in range(count)]
-        place = {"rollout": number, "step": state.global_step, "kl_coef": ppo_state.kl_coef, "kind": "rollout"}
-        self._traces[number] = [
-            Trace.from_rollout(rollout, i, replace(table, rows=table.rows[:MOST_TOKENS]), **place)
-            for i, table in enumerate(tables)
-        ]
+        traces = first_traces(rollout, count, processing_class, args, ppo_state, state.global_step, "rollout")
+        if len(longest := traces[0].table.rows) > MOST_TOKENS:  # then it is the only one
+            traces = [replace(traces[0], table=replace(traces[0].table, rows=longest[:MOST_TOKENS]))]
+        self._traces[number] = traces
 
     def on_log(self, args, state, control, **kwargs):
         """Write the page, if it is time."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from hfppo.config import PPOConfig
 from hfppo.functional import CLIP_FRACTIONS, Clip
@@ -15,6 +16,7 @@ from hfppo.models.actor_critic import ActorCritic, Want
 from hfppo.models.modes import eval_mode
 from hfppo.reporting.token_table import TokenRow, TokenTable
 from hfppo.rollout import Rollout, Sequences
+from hfppo.state import PPOState
 from hfppo.support.files import ignore_write_errors, write_atomically
 
 TRACES = "_traces"  # in the output folder; Trainer does not push folders whose name begins with "_"
@@ -33,17 +35,6 @@ class Trace:
     table: TokenTable
     updated_step: int | None = None  # optimizer steps at the end of the update on this rollout; None until then
     kind: str = "prompts"  # "rollout": one of the run's own completions; "prompts": of a chosen prompt, not whitened
-
-    @classmethod
-    def from_rollout(cls, rollout: Rollout, index: int, table: TokenTable, /, **place: Any) -> Self:
-        """Return the trace of the completion at `index`, with its table; `place` has the other fields."""
-        return cls(
-            truncated=bool(rollout.truncated[index]),
-            prompt_ids=rollout.prompt_ids[index][rollout.prompt_mask[index]].tolist(),
-            completion_ids=rollout.completion_ids[index][rollout.real[index]].tolist(),
-            table=table,
-            **place,
-        )
 
     def token_rows(self) -> list[dict[str, object]]:
         """Return a dictionary for each token, as a row of a table of many completions."""
@@ -66,6 +57,32 @@ class Trace:
         tokens = zip(*columns.values(), strict=True)
         rows = [TokenRow(**dict(zip(columns, cells, strict=True))) for cells in tokens]
         return cls(**content, table=TokenTable(prompt, score, rows))
+
+
+def first_traces(
+    rollout: Rollout,
+    count: int,
+    tokenizer: PreTrainedTokenizerBase,
+    args: PPOConfig,
+    state: PPOState,
+    step: int,
+    kind: str,
+) -> list[Trace]:
+    """Return the traces of the first completions of a rollout.
+
+    Args:
+        state: PPO's on this rollout.
+        step: optimizer steps before the rollout was collected.
+        kind: see `Trace`.
+    """
+    traces = []
+    for i in range(min(count, len(rollout))):
+        prompt_ids = rollout.prompt_ids[i][rollout.prompt_mask[i]].tolist()
+        completion_ids = rollout.completion_ids[i][rollout.real[i]].tolist()
+        table = TokenTable.from_rollout(rollout, i, tokenizer, args.reward_kl_estimator)
+        place = (state.rollouts, step, state.kl_coef, bool(rollout.truncated[i]))
+        traces.append(Trace(*place, prompt_ids, completion_ids, table, kind=kind))
+    return traces
 
 
 @torch.no_grad()
@@ -121,18 +138,9 @@ def write_traces(path: Path, traces: Iterable[Trace]) -> None:
 
 
 def read_traces(path: Path) -> list[Trace]:
-    """Read the traces of a file that `write_traces` wrote.
-
-    Raises:
-        ValueError: a line is not a trace.
-    """
-    traces = []
-    for n, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        try:
-            traces += [Trace.from_json(json.loads(line))] if line else []
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"line {n} of {path} is not a trace ({error!r}); remove the line, or the file") from error
-    return traces
+    """Read the traces of a file that `write_traces` wrote."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [Trace.from_json(json.loads(line)) for line in lines if line]
 
 
 def list_trace_files(output_dir: str | Path, kinds: Sequence[str] = ("rollout", "prompts")) -> list[Path]:

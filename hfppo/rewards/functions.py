@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from hfppo.rewards.reward_func import (
-    BatchReward,
     Log,
     Numbers,
     RewardBatch,
@@ -32,7 +31,6 @@ class RewardFunctions:
     Args:
         penalty: subtracted from the score of a completion that a limit of tokens ended.
     Raises:
-        TypeError: a function cannot be called.
         ValueError: no function, or a number of weights that differs from theirs.
     """
 
@@ -43,23 +41,16 @@ class RewardFunctions:
                 "reward_funcs is empty; give at least one function. None is for tools, for environments, and for a "
                 "ref_model with a kl_coef or kl_loss_coef above 0: docs/distillation.md"
             )
-        for func in self.funcs:
-            if not callable(func) and not isinstance(func, BatchReward):
-                raise TypeError(f"reward_funcs has {func!r}, which is not a function; give Python functions")
         self.names = number_repeated_names([plain_name(func) for func in self.funcs])  # names in metrics and errors
         self.weights = check_weights(weights, self.names)
 
     def start(self, batch: RewardBatch) -> "PendingScores":
         """Call the functions. Plain ones return first; asynchronous ones continue in the background."""
         pending = PendingScores(self, batch, [Future() for _ in self.funcs], [Log() for _ in self.funcs])
-        try:
-            # Asynchronous functions are called first, so that they run during the plain ones.
-            for i in sorted(range(len(self.funcs)), key=lambda i: not is_async(self.funcs[i])):
-                # Every output is scheduled: a decorator may hide that a function is asynchronous.
-                pending.outputs[i] = schedule(call_func(self.funcs[i], batch, pending.logs[i]))
-        except BaseException:
-            pending.__exit__()
-            raise
+        # Asynchronous functions are called first, so that they run during the plain ones.
+        for i in sorted(range(len(self.funcs)), key=lambda i: not is_async(self.funcs[i])):
+            # Every output is scheduled: a decorator may hide that a function is asynchronous.
+            pending.outputs[i] = schedule(call_func(self.funcs[i], batch, pending.logs[i]))
         return pending
 
     def __call__(self, batch: RewardBatch) -> Numbers:

@@ -48,7 +48,6 @@ class RewardModel(BatchReward):
         device: the model is moved to it before it scores; None leaves the model where it is.
 
     Raises:
-        TypeError: a model or tokenizer that is not loaded.
         ValueError: a model with several labels and no `label`, or an unknown one.
     """
 
@@ -62,7 +61,6 @@ class RewardModel(BatchReward):
         label: int | str | None = None,
         device: torch.device | None = None,
     ):
-        check_loaded(model, tokenizer)
         self.model = model.eval().requires_grad_(False)
         self.model.config.return_dict = True  # outputs are read by name
         self.batch_size = batch_size
@@ -167,13 +165,6 @@ def max_length(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenize
     if tokenizer.model_max_length < VERY_LARGE_INTEGER:
         return tokenizer.model_max_length  # RoBERTa's positions begin at 2: its config says more
     return getattr(model.config, "max_position_embeddings", None)
-
-
-def check_loaded(model: object, tokenizer: object) -> None:
-    """Raise TypeError for a model or a tokenizer given by its id or path."""
-    for name, value in (("model", model), ("tokenizer", tokenizer)):
-        if isinstance(value, str):
-            raise TypeError(f"{name}={value!r} is an id or a path; load the {name} with from_pretrained")
 
 
 def find_label(num_labels: int, label2id: Any, label: int | str | None, name: str) -> int:

@@ -16,7 +16,7 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from hfppo.rewards.model import RewardModel, check_loaded
+from hfppo.rewards.model import RewardModel
 from hfppo.rewards.reward_func import Log, RewardBatch
 
 
@@ -45,7 +45,6 @@ class ProcessRewardModel(RewardModel):
         step_token: a token that the model reads instead of the separator, such as "<extra_0>"; None: the separator.
 
     Raises:
-        TypeError: a model or tokenizer that is not loaded.
         ValueError: an unknown label or step token, or an empty separator.
     """
 
@@ -59,7 +58,6 @@ class ProcessRewardModel(RewardModel):
         step_separator: str | None = "\n",
         step_token: str | None = None,
     ):
-        check_loaded(model, tokenizer)
         label = 1 if label is None and model.config.num_labels == 2 else label  # as PRMTrainer's models
         super().__init__(model, tokenizer, batch_size, label, device)
         if step_separator == "" or (step_separator is None and step_token is not None):

@@ -17,9 +17,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from hfppo.sample import Sample, Text
@@ -40,17 +38,11 @@ class Log:
 
     def extra(self, column: str, values: Sequence[object]) -> None:
         """Add a column of one value per completion; passed as `log_extra`."""
-        if isinstance(values, str) or not isinstance(values, Iterable):
-            raise TypeError(f"a reward function passed {values!r} to log_extra as {column!r}; pass one value each")
         self.columns.setdefault(str(column), []).extend(values)
 
     def metric(self, name: str, value: float) -> None:
         """Add a number to a metric; passed as `log_metric`."""
-        try:
-            number = float(value)
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"a reward function passed {value!r} to log_metric as {name!r}; pass a number") from error
-        self.numbers.setdefault(name, []).append(number)
+        self.numbers.setdefault(name, []).append(float(value))
 
 
 @dataclass(frozen=True)
@@ -86,10 +78,11 @@ class RewardBatch:
         return columns
 
     def arguments(self, log: Log) -> dict[str, object]:
-        """Return the keywords of the contract, with copies of all that a function may change in place."""
+        """Return the keywords of the contract."""
         own = {"prompts": self.prompts, "completions": self.completions, "completion_ids": self.completion_ids}
-        copies = {name: copy_values(values) for name, values in {**self.columns, **own}.items()}
-        return {**copies, "trainer_state": self.trainer_state, "log_extra": log.extra, "log_metric": log.metric}
+        copies = copy.deepcopy(own)  # a function may change them in place, and training needs them
+        logs = {"log_extra": log.extra, "log_metric": log.metric}
+        return {**self.columns, **copies, "trainer_state": self.trainer_state, **logs}
 
     def continuations(self) -> Sequence[Text]:
         """Return the completions as continuations of their prompts' text.
@@ -158,18 +151,6 @@ def is_async(func: object) -> bool:
     return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(getattr(func, "__call__", None))  # noqa: B004
 
 
-def copy_values(value: object) -> object:
-    """Return a copy of lists, dictionaries, arrays and tensors at any depth; other objects are shared.
-
-    A reward function may change its arguments in place, and no other function must see that.
-    """
-    if type(value) is dict:
-        return {key: copy_values(inner) for key, inner in value.items()}
-    if type(value) is list:
-        return [copy_values(inner) for inner in value]
-    return copy.deepcopy(value) if isinstance(value, np.ndarray | Tensor) else value
-
-
 def merge_logs(logs: Iterable[Numbers]) -> Numbers:
     """Concatenate the lists of each name."""
     result: Numbers = {}
@@ -211,7 +192,7 @@ def check_reward(name: str, row: int, value: Any, length: int) -> float | list[f
     """Return one reward as a float, or as a list with a float per token."""
     if value is None:
         return math.nan
-    if hasattr(value, "tolist") and getattr(value, "ndim", 1) == 1 and len(value) != 1:
+    if hasattr(value, "tolist") and math.prod(value.shape) != 1:
         value = value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str):
         if len(value) != length:
@@ -223,10 +204,9 @@ def check_reward(name: str, row: int, value: Any, length: int) -> float | list[f
     return check_number(name, row, value)
 
 
-def check_number(name: str, row: int, value: object) -> float:
+def check_number(name: str, row: int, value: Any) -> float:
     """Return a number that is finite in float32, as a float."""
-    if isinstance(value, Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
-        value = value.item()
+    value = value.item() if hasattr(value, "item") else value  # of NumPy or torch
     if not isinstance(value, Real):
         raise TypeError(f"reward function {name!r}, row {row}: {value!r} is not a number; return None to skip a row")
     number = float(value)

@@ -14,11 +14,10 @@ from hfppo.rewards.reward_func import (
     call_func,
     check_reward,
     is_async,
-    merge_logs,
     plain_name,
     rows_of,
 )
-from hfppo.support.calls import call_once, finish_within
+from hfppo.support.calls import call_in_thread, finish_within
 
 logger = logging.getLogger(__name__)
 
@@ -65,16 +64,15 @@ class TolerantReward(RewardWrapper):
             RewardError: more rows failed than `max_failed` allows.
         """
         score = partial(self._score, batch, log)
-        return call_once(score) if is_async(self.func) else score()
+        return call_in_thread(score) if is_async(self.func) else score()
 
     def _score(self, batch: RewardBatch, log: Log) -> list[object]:
-        own = Log()  # of the whole call, which may fail
         try:
-            rewards = self._call(batch, own)
-            log.columns, log.numbers = own.columns, own.numbers
+            rewards = self._call(batch, log)
         except Exception as error:
-            rewards = self._row_by_row(batch, log, error)
-        self._check_share(rewards, len(batch.prompts))
+            log.columns, log.numbers = {}, {}
+            rewards = self._row_by_row(batch, error)
+        self._check_share(rewards, len(batch.samples))
         log.failed = [isinstance(reward, Exception) for reward in rewards]
         if any(log.failed):
             count, first = sum(log.failed), log.failed.index(True)
@@ -83,23 +81,16 @@ class TolerantReward(RewardWrapper):
         fallback = None if self.on_error == "skip" else self.on_error
         return [fallback if lost else reward for lost, reward in zip(log.failed, rewards, strict=True)]
 
-    def _row_by_row(self, batch: RewardBatch, log: Log, error: Exception) -> list[object]:
-        """Call the function for each row, until more rows have failed than may."""
+    def _row_by_row(self, batch: RewardBatch, error: Exception) -> list[object]:
+        """Call the function for each row, until more rows have failed than may. These calls log nothing."""
         logger.warning("reward function %r failed and is called again for each row: %r", plain_name(self), error)
         rewards: list[object] = []
-        logs: list[Log] = []
-        for row in range(len(batch.prompts)):
-            own = Log()
+        for row, sample in enumerate(batch.samples):
             try:
-                rewards += self._call(replace(batch, samples=batch.samples[row : row + 1]), own, row)
+                rewards += self._call(replace(batch, samples=[sample]), Log(), row)
             except Exception as failure:
-                rewards, own = [*rewards, failure], Log()
-            logs.append(own)
-            self._check_share(rewards, len(batch.prompts))
-        log.numbers = merge_logs(one.numbers for one in logs)
-        for column in dict.fromkeys(name for one in logs for name in one.columns):
-            for one in logs:
-                log.extra(column, one.columns.get(column, [None]))
+                rewards.append(failure)
+            self._check_share(rewards, len(batch.samples))
         return rewards
 
     def _call(self, batch: RewardBatch, log: Log, first: int = 0) -> list[object]:

@@ -1,29 +1,22 @@
 """Coroutines that run in the background and ask for something now and then."""
 
 import asyncio
-import logging
 import math
-import random
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-import torch
-
-from hfppo.support.calls import call_once, schedule
+from hfppo.support.calls import call_in_thread, schedule
 
 MOMENT = 0.005  # seconds; Python handles a Ctrl-C that comes just before a wait only after it
 
 Q = TypeVar("Q")
 Ask = Callable[[Q], Coroutine[Any, Any, Any]]
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -138,47 +131,7 @@ class Questions(Generic[Q]):
             return
 
         async def answer() -> None:
-            self.answer(asked, await call_once(answers))
+            self.answer(asked, await call_in_thread(answers))
 
         self._later.append(schedule(answer()))
         self._later[-1].add_done_callback(lambda _: self._wait_for(0))
-
-
-@contextmanager
-def global_random_numbers(seed: int | None) -> Iterator[None]:
-    """Seed the global generators of Python, NumPy and torch (CPU) for the block, and restore their states.
-
-    Warns once if the block draws from them, because concurrent calls draw in no fixed order.
-
-    Args:
-        seed: None leaves the generators alone, and watches Python's and NumPy's only.
-    """
-
-    def states() -> str:
-        torchs = [] if seed is None else torch.get_rng_state().tolist()
-        return repr((random.getstate(), np.random.get_state(legacy=False), torchs))
-
-    with ExitStack() as restored:
-        if seed is not None:
-            restored.enter_context(torch.random.fork_rng(devices=[]))
-            restored.callback(random.setstate, random.getstate())
-            restored.callback(np.random.set_state, np.random.get_state())
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            torch.default_generator.manual_seed(seed)
-        first = states()
-        try:
-            yield
-        finally:
-            if states() != first:
-                warn_of_global_draws()
-
-
-@cache
-def warn_of_global_draws() -> None:
-    """Log a warning, once."""
-    logger.warning(
-        "a tool, an environment or a library drew from the global random numbers of Python, NumPy or torch; calls run "
-        "at once, so another run with the same seed may draw others. Draw from random.Random(seed), with a seed that "
-        "reset gets"
-    )

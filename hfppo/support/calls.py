@@ -5,21 +5,19 @@ import ctypes
 import inspect
 import os
 import signal
-import sys
 import threading
-import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from functools import partial
-from queue import SimpleQueue
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 
 T = TypeVar("T")
 MOMENT = 0.05  # seconds
-MOST_THREADS = 64  # maximum number of concurrent plain calls
+MOST_THREADS = 64  # maximum number of concurrent plain calls of tools and environments
+ROOM = asyncio.Semaphore(MOST_THREADS)
 LOCK = threading.Lock()
 LOOPS: dict[int, asyncio.AbstractEventLoop] = {}  # by process, because a fork does not copy the loop's thread
 
@@ -82,8 +80,9 @@ async def awaited(value: object) -> Any:
     return value
 
 
-async def awaited_within(seconds: float | None, message: str, value: object) -> Any:
-    """Return the result of an awaitable, or cancel it after some seconds.
+@asynccontextmanager
+async def time_limit(seconds: float | None, message: str) -> AsyncIterator[None]:
+    """Cancel the block after some seconds.
 
     Args:
         seconds: None for no limit.
@@ -93,11 +92,17 @@ async def awaited_within(seconds: float | None, message: str, value: object) -> 
     """
     try:
         async with asyncio.timeout(seconds) as limit:
-            return await awaited(value)
+            yield
     except TimeoutError as error:
         if limit.expired():
             raise TimeoutError(message) from error
         raise
+
+
+async def awaited_within(seconds: float | None, message: str, value: object) -> Any:
+    """Return the value, or the result of an awaitable that has a `time_limit`."""
+    async with time_limit(seconds, message):
+        return await awaited(value)
 
 
 def finish_within(seconds: float | None, message: str, func: Callable[[], object]) -> Any:
@@ -107,7 +112,7 @@ def finish_within(seconds: float | None, message: str, func: Callable[[], object
         TimeoutError: the time is over.
     """
     if seconds is not None and threading.current_thread() is not threading.main_thread():
-        return wait_for(partial(call_once, func, seconds, message))
+        return wait_for(partial(call_with_limit, func, seconds, message))
     value = call_within(seconds, message, func)
     return wait_for(lambda: awaited_within(seconds, message, value)) if inspect.isawaitable(value) else value
 
@@ -140,28 +145,17 @@ def call_within(seconds: float | None, message: str, func: Callable[[], T]) -> T
             raise TimeUp
 
     handler = signal.signal(signal.SIGALRM, stop)
-    timer = (0.0, 0.0)
     try:
-        # The signal can arrive until `running` is False. The next one is a whole limit away, so it cannot interrupt
-        # the clean-up below.
+        signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
-            # Repeated, for code that catches everything.
-            timer = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
             return func()
         finally:
-            running = False
+            running = False  # from here on the signal is too late
     except TimeUp as where:
         raise TimeoutError(message) from where
     finally:
-        running = False
-        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-
-
-async def call_once(func: Callable[[], Any], seconds: float | None = None, message: str = "") -> Any:
-    """Call a function in a thread of its own; see `Threads.call`."""
-    with Threads() as threads:
-        return await threads.call(func, seconds, message)
 
 
 def interrupt(thread: threading.Thread) -> None:
@@ -169,86 +163,48 @@ def interrupt(thread: threading.Thread) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(TimeUp))
 
 
-class TooLate(TimeoutError):
-    """A time limit is over. From an event loop, asyncio passes TimeoutError itself on without its notes."""
+async def call_in_thread(func: Callable[[], Any]) -> Any:
+    """Call a function in a daemon thread. If the waiting is cancelled, the thread is interrupted and left behind."""
+    result, done, loop = Future[Any](), asyncio.Event(), asyncio.get_running_loop()
 
-
-class Worker(threading.Thread):
-    """A daemon thread that calls functions, one after the other."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.jobs: SimpleQueue[tuple[Callable[[], Any], Future, Callable[[], object]] | None] = SimpleQueue()
-        self.start()
-
-    def run(self) -> None:
-        """Call functions until there is None."""
+    def run() -> None:
         with suppress(TimeUp), torch.no_grad():
-            while (job := self.jobs.get()) is not None:
-                func, result, tell = job
-                try:
-                    result.set_result(func())
-                except TimeUp:
-                    raise
-                except BaseException as error:
-                    result.set_exception(error)
-                tell()
-
-    def abandon(self) -> None:
-        """Interrupt the call; the thread ends when it can."""
-        interrupt(self)
-        self.jobs.put(None)
-
-
-class Threads:
-    """Threads for plain functions that coroutines call; at most `MOST_THREADS` calls run at once."""
-
-    def __init__(self) -> None:
-        self._room, self._idle = asyncio.Semaphore(MOST_THREADS), list[Worker]()
-
-    async def call(self, func: Callable[[], Any], seconds: float | None, message: str) -> Any:
-        """Return the result of a function, plain or async, each with a time limit.
-
-        A plain function that takes too long is interrupted. Compiled code that keeps the interpreter's lock, such as a
-        regular expression, stops all threads.
-
-        Args:
-            seconds: None for no limit.
-            message: the error's message.
-        Raises:
-            TooLate: the time is over; a note shows the line that hung.
-        """
-        return await awaited_within(seconds, message, await self.start(func, seconds, message))
-
-    async def start(self, func: Callable[[], Any], seconds: float | None, message: str) -> Any:
-        """Return what a function returns, which of an async one is awaitable; see `call`."""
-        if inspect.iscoroutinefunction(func):
-            return func()
-        async with self._room:
-            worker = self._idle.pop() if self._idle else Worker()
-            result, done = Future[Any](), asyncio.Event()
-            worker.jobs.put((func, result, partial(asyncio.get_running_loop().call_soon_threadsafe, done.set)))
             try:
-                async with asyncio.timeout(seconds) as limit:
-                    await done.wait()
-            except BaseException as stopped:
-                stack = traceback.format_stack(sys._current_frames().get(cast(int, worker.ident)))
-                worker.abandon()
-                if not limit.expired():
-                    raise
-                late = TooLate(message)
-                late.add_note("It was at\n" + "".join(stack))
-                raise late from stopped
-            self._idle.append(worker)
-        return result.result()
+                result.set_result(func())
+            except TimeUp:
+                raise
+            except BaseException as error:
+                result.set_exception(error)
+            loop.call_soon_threadsafe(done.set)
 
-    def __enter__(self) -> "Threads":
-        return self
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        await done.wait()
+    except BaseException:
+        interrupt(thread)
+        raise
+    return result.result()
 
-    def __exit__(self, *error: object) -> None:
-        event_loop().call_soon_threadsafe(self._close)
 
-    def _close(self) -> None:
-        """End the threads that have no call."""
-        while self._idle:
-            self._idle.pop().jobs.put(None)
+async def start_call(func: Callable[[], Any], seconds: float | None, message: str) -> Any:
+    """Return what a function returns, which of an async one is awaitable; see `call_with_limit`."""
+    if inspect.iscoroutinefunction(func):
+        return func()
+    async with ROOM, time_limit(seconds, message):
+        return await call_in_thread(func)
+
+
+async def call_with_limit(func: Callable[[], Any], seconds: float | None, message: str) -> Any:
+    """Return the result of a function, plain or async, each with a time limit.
+
+    A plain function runs in a thread; one that takes too long is interrupted. Compiled code that keeps the
+    interpreter's lock, such as a regular expression, stops all threads.
+
+    Args:
+        seconds: None for no limit.
+        message: the error's message.
+    Raises:
+        TimeoutError: the time is over.
+    """
+    return await awaited_within(seconds, message, await start_call(func, seconds, message))

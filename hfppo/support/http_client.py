@@ -2,10 +2,10 @@
 
 import asyncio
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
 import httpx2
@@ -65,7 +65,8 @@ class Endpoint:
     final_text: str | None = None
 
     def __post_init__(self) -> None:
-        check_address(self.url)
+        if not re.match("https?://[^/]", self.url):
+            raise ValueError(f"url={hide_in_url(self.url)!r} is not an HTTP address; write http://host:port/path")
         if not self.timeout > 0 or self.max_concurrency < 1:
             raise ValueError(
                 f"timeout={self.timeout} must be above 0, max_concurrency={self.max_concurrency} 1 or more"
@@ -141,7 +142,6 @@ def client_in(loop: asyncio.AbstractEventLoop) -> httpx2.AsyncClient:
         limits=httpx2.Limits(),
         trust_env=False,  # no proxies and no .netrc
         verify=httpx2.create_ssl_context(),  # with the environment's certificates
-        cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
     )
 
 
@@ -158,28 +158,4 @@ def parse_json(response: httpx2.Response) -> Any:
         raise ServerError(f"{name} answered {said!r}, which is not JSON; check the address") from error
 
 
-def check_address(url: str) -> None:
-    """Raise if a URL is not an HTTP address.
-
-    Raises:
-        ValueError: the URL is not an address; the error shows the right form.
-    """
-    try:
-        parsed = httpx2.URL(url)
-    except httpx2.InvalidURL:
-        # A URL that cannot be parsed may have a password anywhere, and httpx2's error shows parts of it.
-        raise ValueError(
-            "the given url cannot be parsed; write http://host:port/path, with a number as the port"
-        ) from None
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ValueError(f"url={hide_in_url(url)!r} is not an HTTP address; write http://host:port/path")
-
-
-def hide_urls_in_record(record: logging.LogRecord) -> bool:
-    """Hide users and queries in the addresses that httpx2 logs; a logging filter, which keeps every record."""
-    if isinstance(record.args, tuple):
-        record.args = tuple(hide_in_url(str(x)) if isinstance(x, httpx2.URL) else x for x in record.args)
-    return True
-
-
-logging.getLogger("httpx2").addFilter(hide_urls_in_record)
+logging.getLogger("httpx2").setLevel(logging.WARNING)  # at INFO it logs addresses with user, password and query

@@ -1,10 +1,7 @@
-"""Print reports. Whatever stdout and stderr are, a report ends no run."""
+"""Print reports, none of which ends a run."""
 
-import io
 import logging
-import sys
 from collections.abc import Callable
-from contextlib import ExitStack, redirect_stdout
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -20,15 +17,10 @@ def is_terminal(stream: TextIO | None) -> bool:
 def show(prints: Callable[..., object], *args: Any, **kwargs: Any) -> None:
     """Call a function that prints, while the progress bar is cleared.
 
-    Characters that stdout cannot encode are replaced. Without a stdout its text is dropped. An error of a stream, such
-    as a closed pipe, becomes a warning.
+    An error of a stream, such as a closed pipe or a character that it cannot encode, becomes a warning.
     """
-    stdout = io.StringIO() if getattr(sys.stdout, "closed", True) else sys.stdout
     try:
-        with ExitStack() as restored, redirect_stdout(stdout), tqdm.external_write_mode():
-            if isinstance(stdout, io.TextIOWrapper):
-                restored.callback(stdout.reconfigure, errors=stdout.errors)
-                stdout.reconfigure(errors="replace")
+        with tqdm.external_write_mode():
             prints(*args, **kwargs)
     except (OSError, ValueError) as error:
         logger.warning("a report could not be printed; training continues: %s", error)

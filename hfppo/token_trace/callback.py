@@ -11,10 +11,9 @@ from hfppo.collect.check_finite import NonFiniteError
 from hfppo.functional import Clip
 from hfppo.models.modes import is_sharded
 from hfppo.reporting.completions import log_table
-from hfppo.reporting.token_table import TokenTable
 from hfppo.reporting.traces import (
-    Trace,
     add_update,
+    first_traces,
     list_trace_files,
     read_traces,
     rollout_number,
@@ -84,11 +83,8 @@ class TokenTraceCallback(PPOCallback):
                 logger.warning("the prompts are not traced at rollout %d: %s", number, error)
                 return
         if state.is_world_process_zero:
-            count = min(self.num_completions, len(rollout)) if self.trainer is None else len(rollout)
-            kl = args.reward_kl_estimator
-            tables = [TokenTable.from_rollout(rollout, i, processing_class, kl) for i in range(count)]
-            place = {"rollout": number, "step": step, "kl_coef": ppo_state.kl_coef, "kind": self._kind}
-            traces = [Trace.from_rollout(rollout, i, table, **place) for i, table in enumerate(tables)]
+            count = self.num_completions if self.trainer is None else len(rollout)
+            traces = first_traces(rollout, count, processing_class, args, ppo_state, step, self._kind)
             write_traces(trace_file(args.output_dir, number, self._kind), traces)
 
     def _remove_stale_files(self, output_dir: str, number: int) -> None:

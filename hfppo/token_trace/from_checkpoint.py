@@ -26,7 +26,7 @@ from hfppo.environments.agents import OF_TURNS
 from hfppo.generation.sampler import Sampler, completion_ids, eos_token_ids
 from hfppo.models.loading import load_base_of, load_tokenizer, name_in_errors
 from hfppo.reporting.token_table import TokenTable
-from hfppo.reporting.traces import Trace
+from hfppo.reporting.traces import Trace, first_traces
 from hfppo.sample import Turn
 from hfppo.saving.checkpoint_folders import find_last_intact
 from hfppo.saving.manifest import find_damage
@@ -114,12 +114,9 @@ def trace_prompt(
         if completion is not None:
             trainer.collector = replace(trainer.collector, sampler=FixedCompletion(written))
         rollout = trainer.rollout(asked.pop("prompt"), **asked)
-    table = TokenTable.from_rollout(rollout, 0, tokenizer, trainer.args.reward_kl_estimator)
-    if score is None:
-        table = remove_score(table)
     step = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
-    place = {"rollout": state.rollouts, "step": step, "kl_coef": state.kl_coef}
-    return Trace.from_rollout(rollout, 0, table, **place), trainer.args
+    (trace,) = first_traces(rollout, 1, tokenizer, trainer.args, state, step, "prompts")
+    return trace if score is not None else replace(trace, table=remove_score(trace.table)), trainer.args
 
 
 def find_checkpoint(folder: Path) -> Path:
