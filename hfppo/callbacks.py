@@ -46,8 +46,12 @@ class PPOControl(TrainerControl):
         Args:
             source: the event that has changed them, for errors.
         Raises:
+            AttributeError: the event has set an attribute that is not a field.
             TypeError, ValueError: a value is not a number, or a setting is negative or not finite.
         """
+        names = [f.name for f in fields(self)]
+        for name in vars(self).keys() - set(names):
+            raise AttributeError(f"{source} set control.{name}, which nothing reads; it may set {', '.join(names)}")
         for name in PPOState.STEERED:
             number = float(getattr(self, name))
             if not 0 <= number < math.inf:

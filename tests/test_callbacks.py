@@ -83,16 +83,17 @@ def sets(changes: dict) -> PPOCallback:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "error", "words"),
     [
-        ({"learning_rate_factor": -1}, "learning_rate_factor=-1.0; set a finite number of at least 0"),
-        ({"cliprange": float("nan")}, "Odd.on_rollout_end set control.cliprange=nan; set a finite number"),
-        ({"logs": {"custom/mine": "text"}}, "could not convert string to float: 'text'"),
+        ({"learning_rate_factor": -1}, ValueError, "learning_rate_factor=-1.0; set a finite number of at least 0"),
+        ({"cliprange": float("nan")}, ValueError, "Odd.on_rollout_end set control.cliprange=nan; set a finite number"),
+        ({"logs": {"custom/mine": "text"}}, ValueError, "could not convert string to float: 'text'"),
+        ({"beta": 0.5}, AttributeError, "control.beta, which nothing reads; it may set .*kl_coef"),
     ],
 )
-def test_a_callback_that_sets_what_it_cannot_is_named(changes, words):
+def test_a_callback_that_sets_what_it_cannot_is_named(changes, error, words):
     handler = SimpleNamespace(callbacks=[sets(changes)], **dict.fromkeys(PASSED))
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(error, match=words):
         call_event(handler, "on_rollout_end", None, None, PPOControl(), None)
 
 

@@ -349,6 +349,23 @@ def test_a_tool_that_hangs_holds_nobody_up(play, end, swallows):
     assert played.metrics["tools/timeout_frac"] == 0.2
 
 
+# Random numbers
+
+
+def test_a_draw_from_global_random_numbers_is_told(play, caplog):
+    episodes.log_once.cache_clear()
+
+    class Dice(Counting):
+        def step(self, text):
+            if draws:
+                random.random()
+            return super().step(text)
+
+    for draws in (False, True, True):
+        play(["1", "2", "3"], environment_factory=Dice)
+        assert caplog.text.count("global random numbers") == draws
+
+
 # Two processes
 
 

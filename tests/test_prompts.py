@@ -299,3 +299,14 @@ def test_a_tokenizer_that_ends_prompts_is_refused(make_trainer, tokenizer, datas
     trainer = make_trainer(processing_class=ending, train_dataset=chat)
     with pytest.raises(ValueError, match=r"eval_dataset.*add_eos_token"):
         trainer.evaluate(dataset)
+
+
+def test_two_tokens_at_the_start_of_prompts_are_warned_of(make_trainer, tokenizer, dataset, caplog):
+    tokenizer.bos_token = "！"
+    starting = encloses(tokenizer, start="！")
+    make_trainer(processing_class=starting)
+    assert "two" not in caplog.text
+    rendered = dataset.map(lambda row: {"prompt": "！" + row["prompt"]})
+    make_trainer(processing_class=starting, train_dataset=rendered)
+    assert "two" in caplog.text
+    assert "add_bos_token" in caplog.text

@@ -1,6 +1,7 @@
 """Checks of the arguments of `PPOTrainer`, before anything is generated or written."""
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import NoneType
@@ -28,6 +29,8 @@ ARGUMENTS: dict[str, tuple[Any, str]] = {
     "critic_peft_config": (PeftConfig, "pass a configuration of PEFT, such as LoraConfig(r=8)"),
     "tools": (Iterable, "pass a list of functions"),
 }
+
+logger = logging.getLogger(__name__)
 
 
 def check_types(**given: object) -> None:
@@ -97,13 +100,20 @@ def check_ids(model: PreTrainedModel | PeftModel, prompts: dict[str, Prompts], s
 
 
 def check_ends(prompts: dict[str, Prompts], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise if the tokenizer adds EOS to text prompts; reads the first of each dataset.
+    """Raise if the tokenizer adds EOS to text prompts, and warn if it begins prompts with BOS twice; reads the first.
 
     Raises:
         ValueError: the completions would begin after EOS.
     """
     for name, some in prompts.items():
-        last = tokenizer.convert_ids_to_tokens(some.ids[0].as_py()[-1:])
+        ids = some.ids[0].as_py()
+        if ids[:2] == [tokenizer.bos_token_id] * 2:
+            logger.warning(
+                "%s: prompts begin with two %r, the text's and the tokenizer's; take it out of the text, or set "
+                "processing_class.add_bos_token=False",
+                *(name, tokenizer.bos_token),
+            )
+        last = tokenizer.convert_ids_to_tokens(ids[-1:])
         is_end = last in ([tokenizer.eos_token], [getattr(tokenizer, "sep_token", None)])
         if is_end and not some.conversational and not some[0][0]["prompt"].endswith(last[0]):
             raise ValueError(

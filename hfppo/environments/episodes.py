@@ -8,13 +8,16 @@ except with sharded models, whose processes compute together.
 import inspect
 import logging
 import math
+import random
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
+
+import numpy as np
 
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import Message, Schema, render_all, template_options
@@ -99,7 +102,7 @@ class EpisodePlayer:
         episodes = self.begin(rows)
         patience = self.first_patience
         played = [partial(self.play_one, episode) for episode in episodes]
-        with Questions(played, self.room) as questions:
+        with warn_of_global_draws(), Questions(played, self.room) as questions:
             while any_active(questions.wait(patience, timed)):
                 asked = questions.take()
                 # Without a ready row, a process of a sharded model still joins the others' forward passes.
@@ -342,3 +345,27 @@ def make_player(
     check_template(chat_format)
     limits = [args.max_prompt_length, positions and positions - args.max_completion_length]
     return player(agents, chat_format, args, min((x for x in limits if x is not None), default=None))
+
+
+def global_random_states() -> str:
+    """Return the states of the global generators of Python and NumPy."""
+    return repr((random.getstate(), np.random.get_state(legacy=False)))
+
+
+@contextmanager
+def warn_of_global_draws() -> Iterator[None]:
+    """Warn once if the block draws from global random numbers: calls that run at once do so in no fixed order."""
+    before = global_random_states()
+    yield
+    if global_random_states() != before:
+        log_once(
+            "a tool, an environment or a library drew from the global random numbers of Python or NumPy; calls run at "
+            "once, so another run with the same seed may draw others. Draw from random.Random(seed), with a seed that "
+            "reset gets"
+        )
+
+
+@cache
+def log_once(message: str) -> None:
+    """Log a warning, once in a process."""
+    logger.warning(message)

@@ -6,6 +6,7 @@ that was added by hand.
 
 import html
 import json
+import math
 import re
 from dataclasses import fields
 from importlib.metadata import version
@@ -25,6 +26,7 @@ from hfppo.models.critic import CRITIC_FOLDER
 from hfppo.support.log_entries import numbers_of
 
 REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+REWARD_CURVE = "reward.svg"
 TEMPLATE = Path(__file__).with_name("card_template.md")
 TAGS = ("ppo", "hfppo", "reinforcement-learning", "generated_from_trainer", "transformers")
 PACKAGES = ("transformers", "peft", "accelerate", "torch", "datasets")
@@ -56,6 +58,8 @@ def write_card(
     before = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict() if path.is_file() else {}
     data = build_metadata(before, name, method, given, model.config.name_or_path, ask_hub)
     folder.mkdir(parents=True, exist_ok=True)
+    if curve := draw_reward(state.log_history):
+        (folder / REWARD_CURVE).write_text(curve, encoding="utf-8")
     card = ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
@@ -77,8 +81,27 @@ def write_card(
         rewards=reward_weights,
         configuration=yaml_dump(changed_settings(args)).strip(),
         versions=installed_versions(),
+        curve=REWARD_CURVE if curve else None,
     )
     card.save(path)
+
+
+def draw_reward(history: list[dict[str, float]]) -> str | None:
+    """Return the reward by optimizer steps as an SVG picture; None without two finite rewards that differ."""
+    numbers = [(x["step"], x["reward"]) for x in map(numbers_of, history) if math.isfinite(x.get("reward", math.nan))]
+    steps, rewards = zip(*numbers, strict=True) if numbers else ((), ())
+    if len(set(steps)) < 2 or len(set(rewards)) < 2:
+        return None
+    low, high, first, last = min(rewards), max(rewards), min(steps), max(steps)
+    points = (
+        f"{60 + 520 * (x - first) / (last - first):.1f},{150 - 130 * (y - low) / (high - low):.1f}" for x, y in numbers
+    )
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 180" font-family="sans-serif" font-size="12">'
+        f'<g fill="gray"><text x="2" y="24">{high:.3g}</text><text x="2" y="154">{low:.3g}</text>'
+        f'<text x="60" y="172">reward per completion, steps {first} to {last}</text></g>'
+        f'<polyline fill="none" stroke="#2b74be" stroke-width="2" points="{points}"/></svg>'
+    )
 
 
 def installed_versions() -> dict[str, str]:
