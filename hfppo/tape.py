@@ -32,12 +32,13 @@ class Tape:
             real: (E, N) bool, True on tokens; padding is at the end.
         """
         counts = conversation.where(real, 0).amax(dim=1) + 1
-        columns = torch.full_like(conversation, prompt)
-        for number in range(int(counts.max())):
-            own, before = real & (conversation == number), prompt - (number > 0)
-            columns = torch.where(own, own.cumsum(dim=1) - 1 + before, columns)
+        owner = conversation.where(real, counts.max())  # padding comes last
+        sizes = torch.zeros(len(counts), int(counts.max()) + 1, dtype=torch.int64, device=counts.device)
+        sizes = sizes.scatter_add(1, owner, torch.ones_like(owner))
+        order = owner.argsort(dim=1, stable=True).argsort(dim=1)
+        columns = order - (sizes.cumsum(dim=1) - sizes).gather(1, owner) + prompt - (conversation > 0).long()
         episodes = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
-        width = int(columns.max()) + 1
+        width = int(columns.where(real, 0).max()) + 1
         rows = (counts.cumsum(dim=0) - counts)[:, None] + conversation
         return cls((rows * width + columns).where(real, len(episodes) * width), episodes, width)
 

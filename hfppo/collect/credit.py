@@ -178,6 +178,8 @@ def call_estimator(
 ) -> tuple[Tensor, Tensor | None]:
     """Call an estimator on some rows with the parameters it names; its result is 0 on the other rows.
 
+    It gets the sampled tokens only: an agent's tape may be much longer.
+
     Args:
         available: values by parameter name; tensors are per row.
         rows: (B,) bool.
@@ -186,9 +188,12 @@ def call_estimator(
     outputs = [torch.zeros_like(available["rewards"]) for _ in range(2 if "values" in names else 1)]
     if rows.any():
         some = {name: x[rows] if isinstance(x := available[name], Tensor) else x for name in names}
+        mask = available["mask"][rows]
+        tokens = (~mask).byte().argsort(dim=1, stable=True)[:, : int(mask.sum(dim=1).max())]
+        some = {name: x.gather(1, tokens) if isinstance(x, Tensor) and x.dim() == 2 else x for name, x in some.items()}
         result = estimator(**some)
         for output, part in zip(outputs, result if isinstance(result, tuple) else (result,), strict=False):
-            output[rows] = part
+            output[rows] = torch.zeros_like(mask, dtype=part.dtype).scatter(1, tokens, part)
     return outputs[0], outputs[1] if len(outputs) > 1 else None
 
 

@@ -87,6 +87,7 @@ class Session:
             Refusal: the request cannot be answered.
         """
         call = self.find_missed(request, is_retry) or self.begin(request)
+        call.is_awaited = True
         await asyncio.wait({call.sampling, client_left}, return_when=asyncio.FIRST_COMPLETED)
         call.is_awaited = call.sampling.done()
         if not call.is_awaited:
