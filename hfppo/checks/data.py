@@ -101,9 +101,9 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts], agents: A
     """
     agent = None if agents is None else agents.agent
     passed = {"environments"} if agents is not None and agents.environments else set()
-    taken = passed
+    taken = RESERVED_COLUMNS | passed
     if agent is not None:
-        passed, taken = {"outputs"}, {"outputs", "base_url", "api_key", "seed", "episode_seed", *RESERVED_COLUMNS}
+        passed, taken = {"outputs"}, taken | {"outputs", "base_url", "api_key", "seed", "episode_seed"}
     for dataset, some in prompts.items():
         names = set(some.rows.column_names)
         if shadowed := sorted(taken & names):

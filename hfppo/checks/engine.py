@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import torch
 from accelerate import Accelerator
-from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DistributedType
 from torch.distributed import destroy_process_group, get_world_size, is_initialized
 from torch.distributed.fsdp import StateDictType
@@ -45,7 +44,10 @@ def check_engine(
         "use_cpu=True": started > args.world_size,
     }
     state, kind = accelerator.state, accelerator.distributed_type
-    faults |= parallelism_faults(accelerator.parallelism_config)
+    for name in ("tp_size", "cp_size", "sp_size"):
+        size = getattr(accelerator.parallelism_config, name, 1)
+        fault = f"parallelism_config.{name}={size}: each process computes whole layers of completions of its own"
+        faults[f"{fault}; leave it out, and set dp_shard_size and dp_replicate_size only"] = size > 1
     if kind == DistributedType.FSDP:
         faults |= fsdp_faults(accelerator, model, args) | whole_faults("FSDP2", reward_funcs, args, has_agent)
     elif kind == DistributedType.DEEPSPEED:
@@ -60,16 +62,6 @@ def check_engine(
     elif kind == DistributedType.FSDP and (policy := state.fsdp_plugin.mixed_precision_policy) is not None:
         # accelerate's policy rounds the outputs and the sums of gradients
         state.fsdp_plugin.mixed_precision_policy = replace(policy, output_dtype=None, reduce_dtype=torch.float32)
-
-
-def parallelism_faults(config: ParallelismConfig | None) -> dict[str, object]:
-    """Return errors of dimensions that split a completion or a layer among processes, and whether they are set."""
-    sizes = {name: getattr(config, name, 1) for name in ("tp_size", "cp_size", "sp_size")}
-    return {
-        f"parallelism_config.{name}={size}: each process computes whole layers of completions of its own; leave it "
-        "out, and set dp_shard_size and dp_replicate_size only": size > 1
-        for name, size in sizes.items()
-    }
 
 
 def ddp_faults(args: PPOConfig) -> dict[str, object]:
