@@ -15,7 +15,6 @@ Needs trl. The scripts in `recipes/` show it.
 import argparse
 import importlib
 import inspect
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -213,14 +212,12 @@ def load_data(args: DataArguments) -> tuple[Dataset, Dataset | None]:
     Raises:
         ValueError: `data_files` is missing, or there is no split `train_split`.
     """
-    files = args.data_files
+    files = read_json(args.data_files)
     if args.dataset_name in FILES and not files:  # datasets would read all files of the working folder
         raise ValueError(
             f"data_files is missing, and dataset_name={args.dataset_name!r} only says what kind they are; give them, "
             "or a dataset's id or path as dataset_name"
         )
-    if isinstance(files, str) and files.startswith("{"):
-        files = json.loads(files)
     splits: DatasetDict = load_dataset(args.dataset_name, args.dataset_config, data_files=files)
     if args.train_split not in splits:
         raise ValueError(

@@ -37,6 +37,8 @@ DualClip = Annotated[float, "above 1: below, it would undo the clip at ratio 1",
 Range = Annotated[list[float], "two numbers, the lower one first", lambda x: len(x) == 2 and x[0] < x[1]]
 WeightCap = Annotated[float, "at least 1: below, it would shrink weights of tokens without mismatch", lambda x: x >= 1]
 
+Kwargs = dict[str, Any] | str | None  # or JSON of one
+
 # For fields of TrainingArguments; the others have theirs below.
 INHERITED = {
     "per_device_train_batch_size": Count,
@@ -97,9 +99,7 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
     """
 
     # Fields of TrainingArguments with another default.
-    learning_rate: NotNegative = option(
-        2e-4, "Learning rate of the actor, and of the critic unless it has its own; from 0.5B on 1e-5 to 5e-5."
-    )
+    learning_rate: NotNegative = option(2e-4, "Learning rate of actor and critic (LoRA; from 0.5B on 1e-5 to 5e-5).")
     logging_steps: float | None = option(None, "Optimizer steps between logs; None: one log per rollout.")
     save_steps: float | None = option(
         None, "Optimizer steps between checkpoints; None: 500, or every evaluation with load_best_model_at_end."
@@ -121,63 +121,35 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
     # Changes the result: the rollout.
     num_ppo_epochs: Count = option(1, "Number of passes over each rollout (TRL).")
     num_mini_batches: Count = option(8, "Mini-batches of a rollout: optimizer steps per PPO epoch (TRL).")
-    rollout_size: Count | None = option(
-        None, "Completions of all processes in a rollout; sets gradient_accumulation_steps."
-    )
-    total_episodes: Count | None = option(
-        None, "Completions to train on, rounded up to rollouts; sets `max_steps` (TRL)."
-    )
+    rollout_size: Count | None = option(None, "Completions of all processes; sets gradient_accumulation_steps.")
+    total_episodes: Count | None = option(None, "Completions to train on, in whole rollouts; sets max_steps (TRL).")
     num_generations: Count = option(1, "Completions per prompt (GRPO).")
-    prompt_candidates: Count = option(
-        1, "Candidates per prompt of a rollout; the most informative are kept (arXiv:2510.01135)."
-    )
+    prompt_candidates: Count = option(1, "Candidates per prompt; the most informative are kept (arXiv:2510.01135).")
     max_prompt_length: Count | None = option(512, "Longest prompt in tokens; longer ones are dropped. None: no limit.")
-    max_completion_length: Count = option(
-        256, "Maximum tokens of a completion, those of tools and environments included (GRPO)."
-    )
-    max_turn_length: Count | None = option(
-        None, "Maximum tokens of a turn of the model, with tools or environments; None: no limit."
-    )
-    max_tool_calling_iterations: Count | None = option(
-        None, "Rounds of tool calls, steps of an environment, or calls of an agent, per completion (GRPO)."
-    )
-    tool_timeout: Positive | None = option(
-        None, "Seconds for one call of a tool or an environment, or for an agent's episode; None: no limit."
-    )
+    max_completion_length: Count = option(256, "Longest completion in tokens, with those of tools (GRPO).")
+    max_turn_length: Count | None = option(None, "Longest turn of the model in tokens; None: no limit.")
+    max_tool_calling_iterations: Count | None = option(None, "Rounds of tool calls per completion (GRPO).")
+    tool_timeout: Positive | None = option(None, "Seconds for a call of a tool or environment; None: no limit.")
     temperature: Positive = option(1.0, "Divides the logits in every pass: sampling, old, reference, update (GRPO).")
-    chat_template_kwargs: dict[str, Any] | str | None = option(
-        None, "Passed to `apply_chat_template`, for example {'enable_thinking': false} (GRPO)."
-    )
-    generation_kwargs: dict[str, Any] | str | None = option(
-        None, "What ends a completion, besides EOS: lists `stop_strings` and `stop_token_ids` (GRPO)."
-    )
+    chat_template_kwargs: Kwargs = option(None, "Passed to apply_chat_template: {'enable_thinking': false} (GRPO).")
+    generation_kwargs: Kwargs = option(None, "What ends a completion: stop_strings, stop_token_ids (GRPO).")
 
     # Changes the last digits of the result, see `policy_mode`: the sampler.
     use_vllm: bool = option(False, "Sample with vLLM instead of `generate` (GRPO).")
-    vllm_mode: Literal["colocate", "server"] = option(
-        "colocate", "An engine in each training process, or a server by its address (GRPO)."
-    )
+    vllm_mode: Literal["colocate", "server"] = option("colocate", "Engines in the processes, or a server (GRPO).")
     vllm_server_base_url: list[str] | str | None = option(
         None, "Address of `vllm serve`, or several addresses; None: 127.0.0.1:8000 (GRPO).", nargs="+"
     )
     vllm_server_timeout: Positive = option(240.0, "Seconds to wait for the server to start, and to answer (GRPO).")
-    vllm_engine_kwargs: dict[str, Any] | str | None = option(
-        None, "Passed to `vllm.LLM` with 'colocate', such as gpu_memory_utilization (0.3 unless given)."
-    )
+    vllm_engine_kwargs: Kwargs = option(None, "Passed to vllm.LLM; gpu_memory_utilization is 0.3 unless given.")
 
     # Changes the result: which policy samples.
-    rollouts_ahead: ZeroOrOne = option(
-        0, "1: sample the next rollout during the update, with the policy from before it (arXiv:2410.18252)."
-    )
+    rollouts_ahead: ZeroOrOne = option(0, "1: sample the next rollout during the update (arXiv:2410.18252).")
 
     # Changes the result: rewards.
-    reward_weights: list[float] | None = option(
-        None, "One weight per reward function; 0 only logs it. None: 1 each (GRPO)."
-    )
+    reward_weights: list[float] | None = option(None, "A weight per reward function; None: 1 each (GRPO).")
     missing_eos_penalty: NotNegative | None = option(None, "Subtracted from a truncated completion's score (TRL).")
-    mask_truncated_completions: bool = option(
-        False, "Leave truncated completions out of the actor's losses (GRPO; arXiv:2503.14476)."
-    )
+    mask_truncated_completions: bool = option(False, "Leave truncated completions out of the actor's losses (GRPO).")
 
     # Changes the result: KL to the reference.
     kl_coef: NotNegative = option(0.05, "β of the KL penalty in the reward; 0 turns it off (TRL).")
@@ -194,15 +166,9 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
     lam: Share = option(0.95, "λ of GAE (TRL; arXiv:1506.02438).")
     gamma_turn: Share | None = option(None, "Discount from one turn to the next; None: `gamma`.")
     lam_turn: Share | None = option(None, "λ from one turn to the next; None: the λ within a turn.")
-    lam_critic: Share | None = option(
-        None, "λ of the returns, within and between turns; None: the advantages' λ (arXiv:2503.01491)."
-    )
-    lam_alpha: Positive | None = option(
-        None, "α of the length-adaptive λ = 1 − 1/(α·length), in place of `lam` (arXiv:2504.05118)."
-    )
-    whiten_advantages: bool | None = option(
-        None, "Shift and scale advantages to mean 0 and variance 1 over the global rollout; None: by the estimator."
-    )
+    lam_critic: Share | None = option(None, "λ of the returns; None: the advantages' λ (arXiv:2503.01491).")
+    lam_alpha: Positive | None = option(None, "α of λ = 1 − 1/(α·length), in place of lam (arXiv:2504.05118).")
+    whiten_advantages: bool | None = option(None, "Whiten over the global rollout; None: as the estimator's paper.")
     scale_rewards: Literal["group", "batch", "none"] = option(
         "group", "With grpo: divide by the deviation of the group, of the rollout, or not (GRPO; arXiv:2503.20783)."
     )
@@ -219,52 +185,34 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
         "π_old/π_rollout. None: bypass with dis, token_truncate with `rollouts_ahead`, otherwise decoupled.",
         choices=("decoupled", "bypass", *MISMATCH_MODES),
     )
-    vllm_importance_sampling_clip_max: WeightCap = option(
-        2.0, "The largest weight c of `policy_mode`, with any sampler; the band is [1/c, c] (GRPO)."
-    )
+    vllm_importance_sampling_clip_max: WeightCap = option(2.0, "Largest weight c of policy_mode, or [1/c, c] (GRPO).")
     cliprange: ClipRange = option(0.2, "ε of the policy clip (TRL; arXiv:1707.06347).")
-    cliprange_high: Positive | None = option(
-        None, "ε above 1; larger than `cliprange` is clip-higher. None: `cliprange` (arXiv:2503.14476)."
-    )
+    cliprange_high: Positive | None = option(None, "ε above 1; None: cliprange (arXiv:2503.14476).")
     dual_clip: DualClip | None = option(None, "c > 1 bounds the loss where A < 0 (arXiv:1912.09729).")
     loss_reduction: str = option("token-mean", "Reduces the losses of tokens to one number.", choices=REDUCTIONS)
     entropy_coef: NotNegative = option(0.0, "Weight of the entropy bonus; 0 turns it off (GRPO).")
 
     # Changes the result: the critic.
     critic_learning_rate: NotNegative | None = option(None, "Learning rate of the critic; None: `learning_rate`.")
-    num_critic_epochs: Count | None = option(
-        None, "Number of the critic's passes over each rollout; None: `num_ppo_epochs` (verl)."
-    )
-    value_range: Range | None = option(
-        None, "[low, high] of the return, in which values stay; None: no bound (arXiv:2608.23566)."
-    )
+    num_critic_epochs: Count | None = option(None, "The critic's passes over each rollout; None: num_ppo_epochs.")
+    value_range: Range | None = option(None, "[low, high] of the return; None: no bound (arXiv:2608.23566).")
     value_loss: str = option("mse", "mse; or with `value_range` bce (arXiv:2609.26355).", choices=tuple(VALUE_LOSSES))
     critic_update: Literal["together", "after_actor", "policy_aligned"] = option(
         "together", "The critic's steps: with the actor's, after them, or after them with weighted returns."
     )
     vf_coef: NotNegative = option(0.1, "Weight of the value loss; couples only through a shared trunk (TRL).")
-    critic_pretraining_completions: NotNegativeInt = option(
-        0, "Completions to whose returns the critic is fitted before PPO begins (arXiv:2503.01491)."
-    )
-    critic_warmup: NotNegativeInt = option(
-        0, "Rollouts at the start that train the critic only; the actor does not move."
-    )
-    critic_layers: Count | None = option(
-        None, "With critic='adapter': number of top layers that it adapts; None: all layers."
-    )
+    critic_pretraining_completions: NotNegativeInt = option(0, "Completions for the critic alone, before PPO.")
+    critic_warmup: NotNegativeInt = option(0, "Rollouts at the start that train only the critic.")
+    critic_layers: Count | None = option(None, "Top layers that critic='adapter' adapts; None: all.")
 
     # Changes the result: evaluation and loading.
-    model_init_kwargs: dict[str, Any] | str | None = option(
-        None, "Passed to `from_pretrained` for `model`, `ref_model` and `critic` given by id or path (GRPO)."
-    )
+    model_init_kwargs: Kwargs = option(None, "Passed to from_pretrained for models given by id or path (GRPO).")
 
     # Output only.
     log_completions: bool = option(False, "Print eight completions of each rollout with their scores (GRPO).")
 
     # Speed and memory only.
-    max_tokens_per_micro_batch: Count | None = option(
-        None, "Most tokens in one forward pass of the update, padding included; a longer row is computed alone."
-    )
+    max_tokens_per_micro_batch: Count | None = option(None, "Most tokens in a forward of the update, with padding.")
     local_rollout_forward_batch_size: Count | None = option(
         None, "Rows per process in one call of the sampler, or one pass without gradient (TRL); None: by memory."
     )

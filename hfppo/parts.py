@@ -12,11 +12,11 @@ from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hfppo.checks.data import check_calls, check_candidates, check_ends, check_ids, check_lengths
+from hfppo.checks.data import check_calls, check_ends, check_ids, check_lengths
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import CLOCK, RunDate, find_turn_end
 from hfppo.data.prompt_stream import EvalDataset, PromptStream
-from hfppo.data.prompts import CRITIC_PROMPT, Prompts
+from hfppo.data.prompts import Prompts
 from hfppo.endpoint.player import Agent, AgentPlayer, load_program
 from hfppo.environments.agents import Agents, EnvironmentFactories, load_agents
 from hfppo.environments.environment import Tool
@@ -25,7 +25,7 @@ from hfppo.environments.turn_rewards import episode_rewards
 from hfppo.generation.sampler import eos_token_ids
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.adapter_checks import check_same_policy, policy_of
-from hfppo.models.critic import CriticSource, find_critic
+from hfppo.models.critic import CRITIC_KINDS, CriticSource, find_critic
 from hfppo.models.loading import (
     check_adapter,
     check_architecture,
@@ -105,7 +105,6 @@ def load_parts(inputs: TrainerInputs) -> Parts:
     args = inputs.args
     prompt_maker = load_prompt_maker(inputs)
     tokenizer, agents, prompts = prompt_maker.tokenizer, prompt_maker.agents, prompt_maker.prompts
-    check_candidates(prompts.get(TRAIN), args, agents)
 
     loaded = load_model(inputs.model, **inputs.of_model)
     check_trainable(loaded, inputs.peft_config)
@@ -146,7 +145,7 @@ def load_parts(inputs: TrainerInputs) -> Parts:
             "model": inputs.model,
             "the base's path": actor.base.name_or_path,
             "ref_model": inputs.ref_model,
-            "critic": inputs.critic,
+            "critic": None if inputs.critic in CRITIC_KINDS else inputs.critic,
         },
         player=player,
     )
@@ -238,35 +237,29 @@ def load_critic(
     inputs: TrainerInputs, base: PreTrainedModel | PeftModel, prompt_maker: PromptMaker
 ) -> CriticSource | None:
     """Return the critic's source; None for estimators without a critic."""
-    critic, own, train = inputs.critic, inputs.critic_peft_config, prompt_maker.prompts.get(TRAIN)
-    estimator = f"advantage_estimator={inputs.args.advantage_estimator!r}"
+    args, critic, own, train = inputs.args, inputs.critic, inputs.critic_peft_config, prompt_maker.prompts.get(TRAIN)
     raise_first(
         {
-            f"critic_peft_config has no effect with {estimator}; leave it out, or set advantage_estimator='gae'": (
-                own is not None and not inputs.args.needs_critic
-            )
+            f"critic_peft_config has no effect with advantage_estimator={args.advantage_estimator!r}; leave it out, "
+            "or set advantage_estimator='gae'": own is not None and not args.needs_critic,
+            f"prompt_candidates={args.prompt_candidates} chooses prompts by the critic before an episode begins, and "
+            "an agent writes its prompt later; leave it out, or set advantage_estimator='grpo'": (
+                args.prompt_candidates > 1 and args.needs_critic and inputs.agent is not None
+            ),
+            f"critic_peft_config is an adapter, and critic={critic!r} has none; leave it out, or set "
+            "critic='adapter'": own is not None and critic in ("shared", "shared_detached"),
+            f"critic_update={args.critic_update!r} has steps that do not move the actor, but with critic='shared' its "
+            "loss does; set critic='shared_detached' or 'adapter'": critic == "shared" and args.critic_follows,
         }
     )
-    if not inputs.args.needs_critic:
-        if train is not None and CRITIC_PROMPT in train.head.rows.column_names:
-            logger.warning("nothing reads the column 'critic_prompt', because %s has no critic", estimator)
+    if not args.needs_critic:
         return None
     # A revision belongs to the repository that it was given for.
     given = {name: value for name, value in inputs.init_kwargs.items() if name != "revision" or critic == inputs.model}
-    source = find_critic(critic, **given).with_layers(inputs.args.critic_layers, base).with_bounds(inputs.args.bounds)
+    source = find_critic(critic, **given).with_layers(args.critic_layers, base).with_bounds(args.bounds)
     if own is not None:
         check_adapter(own)
         source = source.with_adapter(own)
-    raise_first(
-        {
-            f"critic_peft_config is an adapter, and critic={source.model!r} has none; leave it out, or set "
-            "critic='adapter'": own is not None and source.is_shared,
-            f"critic_update={inputs.args.critic_update!r} has steps that do not move the actor, but with "
-            "critic='shared' its loss does; set critic='shared_detached' or 'adapter'": (
-                source.model == "shared" and inputs.args.critic_follows
-            ),
-        }
-    )
     if train is not None:
         source = source.with_prompts(train.head.critic_ids is not None)
     if isinstance(source.model, PreTrainedModel):

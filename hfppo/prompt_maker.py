@@ -116,7 +116,7 @@ def by_name(
     train_dataset: Dataset | IterableDataset | None, eval_dataset: EvalDataset
 ) -> dict[str, Dataset | IterableDataset]:
     """Return datasets by their names in errors."""
-    several: dict[Any, Any] = eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}
-    named = {EVAL if name is None else f"{EVAL}[{name!r}]": dataset for name, dataset in several.items()}
-    given = {TRAIN: train_dataset, **named}
-    return {name: dataset for name, dataset in given.items() if dataset is not None}
+    named: dict[str, Any] = {TRAIN: train_dataset, EVAL: eval_dataset}
+    if isinstance(eval_dataset, dict):
+        named = {TRAIN: train_dataset, **{f"{EVAL}[{name!r}]": dataset for name, dataset in eval_dataset.items()}}
+    return {name: dataset for name, dataset in named.items() if dataset is not None}

@@ -158,7 +158,6 @@ CASES: dict[str, tuple[Case, str, str]] = {
     "no positions for completions": (trained(max_completion_length=123), "max_completion_length", "max_prompt_length"),
     "a metric that is none": (trained(metric_for_best_model="eval_loss"), "metric_for_best_model", "unscorable_frac"),
     "an optimizer with two sets of weights": (trained(optim="schedule_free_adamw"), "optim=", "adamw_torch"),
-    "a debugger that reads all inputs": (trained(debug="underflow_overflow"), "debug=", "NonFiniteError"),
     # Prompts
     "no prompt column": (data("1+1=", column="question"), "train_dataset", "rename_column"),
     "a column that the trainer passes itself": (
@@ -420,9 +419,3 @@ def test_resuming_with_other_settings_says_so(checkpoint, make_trainer, caplog):
 def test_a_saved_critic_that_fits(checkpoint, sealed, make_trainer):
     with pytest.raises(pytest.fail.Exception, match="were sampled"):
         make_trainer(critic=str(checkpoint), peft_config=lora()).train()
-
-
-def test_weights_that_moving_replaces_are_refused(make_trainer, monkeypatch):
-    monkeypatch.setattr(torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True)
-    with pytest.raises(ValueError, match=r"set_overwrite_module_params_on_conversion.*set it to False"):
-        make_trainer()

@@ -284,7 +284,6 @@ def test_given_prompts_are_never_left_out(make_trainer):
     ("config", "message"),
     [
         ({"prompt_candidates": 2, "advantage_estimator": "reinforce_plus_plus"}, "=2 .*'reinforce_plus_plus'"),
-        ({"prompt_candidates": 3, **EIGHT}, "=3 .* 24 .* 16"),  # fewer prompts than candidates
     ],
 )
 def test_settings_without_a_choice_are_refused(make_trainer, config, message):

@@ -209,6 +209,14 @@ def test_a_transform_is_not_stored(on_disk):
         assert prepare_prompts(dataset, character_tokenizer())[0][1] == [2, 12, 3, 13, *ids_of(more)]
 
 
+def test_a_transform_reads_all_columns(tokenizer):
+    dataset = Dataset.from_dict({"prompt": ["1+", "2+"], "second": ["1=", "2="]})
+    dataset.set_transform(
+        lambda rows: {"prompt": [a + b for a, b in zip(rows["prompt"], rows["second"], strict=True)]}
+    )
+    assert prepare_prompts(dataset, tokenizer).ids.to_pylist() == [ids_of("1+1="), ids_of("2+2=")]
+
+
 def test_an_error_names_its_row_among_those_that_are_tokenized_at_once(tokenizer, on_disk):
     """In memory and on disk."""
     tokenizer.chat_template = "{% if '9' in messages[0].content %}{{ raise_exception('no nines') }}{% endif %}？"

@@ -102,7 +102,7 @@ def test_the_saved_adapter_loads_on_the_quantised_base(tmp_path):
         assert torch.equal(loaded(input_ids=ids).logits, trainer.model.eval()(input_ids=ids).logits)
 
 
-def test_the_config_as_an_argument(tmp_path, caplog):
+def test_the_config_as_an_argument(tmp_path):
     """As in GRPOTrainer: for models given by name, and not in model_init_kwargs as well."""
     base, config = str(arithmetic.FOLDER / "base"), BitsAndBytesConfig(**NF4)
     trainer = trainer_of(base, tmp_path, quantization_config=config, ref_model=f"{base}/")
@@ -110,9 +110,6 @@ def test_the_config_as_an_argument(tmp_path, caplog):
     assert digest(frozen_tensors(trainer.model)) == wanted
     assert trainer.model.causal_lm.is_loaded_in_4bit
     assert trainer.model.ref_model.is_loaded_in_4bit
-    caplog.clear()
-    trainer_of(quantized("four"), tmp_path, quantization_config=config)
-    assert "quantization_config are not used, because the models are loaded already" in caplog.text
     twice = {"args": PPOConfig(output_dir=str(tmp_path), model_init_kwargs={"quantization_config": config})}
     with pytest.raises(TypeError, match=r"multiple values for keyword argument .quantization_config."):
         PPOTrainer(base, arithmetic.right_answer, **twice, quantization_config=config)

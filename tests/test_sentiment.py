@@ -94,7 +94,6 @@ def test_the_share_is_that_of_the_larger_logit_and_the_reward_the_logit(built):
             "text_column='review' is not a column of json, which has text, label; .*--text",
         ),
         (["--label", "HAPPY"], r"2 labels \(NEGATIVE, POSITIVE\) and label='HAPPY' is none of them"),
-        (["--reward_funcs", "build_sentiment.well_fed"], "build_sentiment.well_fed.* names no function"),
     ],
 )
 def test_wrong_flags_are_refused_by_name(built, tmp_path, flags, wanted):

@@ -40,25 +40,6 @@ def check_types(**given: object) -> None:
             raise TypeError(f"{name}={given[name]!r:.200} cannot be used; {advice}")
 
 
-def check_candidates(prompts: object, args: PPOConfig, agents: Agents | None) -> None:
-    """Raise ValueError if the dataset has fewer prompts than one rollout considers, or none that a critic can value.
-
-    Environments make new prompts of each, so they are exempt.
-    """
-    candidates = args.prompt_candidates * args.prompts_per_process * args.world_size
-    if args.prompt_candidates > 1 and args.needs_critic and agents is not None and agents.agent is not None:
-        raise ValueError(
-            f"prompt_candidates={args.prompt_candidates} chooses prompts by the critic before an episode begins, and "
-            "an agent writes its prompt later; leave it out, or set advantage_estimator='grpo'"
-        )
-    resets = agents is not None and agents.environments
-    if args.prompt_candidates > 1 and isinstance(prompts, Prompts) and not resets and candidates > len(prompts):
-        raise ValueError(
-            f"prompt_candidates={args.prompt_candidates} needs {candidates} candidates for a rollout, and "
-            f"train_dataset has {len(prompts)}; lower it, make rollouts smaller, or add prompts"
-        )
-
-
 def check_output_folder(sources: dict[str, object], args: PPOConfig) -> None:
     """Raise if the output folder, or a checkpoint in it, contains a model of the run.
 
@@ -130,9 +111,9 @@ def check_calls(rewards: RewardFunctions, prompts: dict[str, Prompts], agents: A
     """
     agent = None if agents is None else agents.agent
     passed = {"environments"} if agents is not None and agents.environments else set()
-    taken = passed
+    taken = RESERVED_COLUMNS | passed
     if agent is not None:
-        passed, taken = {"outputs"}, {"outputs", "base_url", "api_key", "seed", "episode_seed", *RESERVED_COLUMNS}
+        passed, taken = {"outputs"}, taken | {"outputs", "base_url", "api_key", "seed", "episode_seed"}
     for dataset, some in prompts.items():
         names = set(some.rows.column_names)
         if shadowed := sorted(taken & names):

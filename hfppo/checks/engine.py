@@ -6,11 +6,9 @@ import math
 import sys
 import time
 from dataclasses import replace
-from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DistributedType
 from torch.distributed import destroy_process_group, get_world_size, is_initialized
 from torch.distributed.fsdp import StateDictType
@@ -20,9 +18,6 @@ from hfppo.models.actor_critic import ActorCritic
 from hfppo.rewards.model import RewardAdapter
 from hfppo.rewards.reward_func import RewardFunc, unwrap
 from hfppo.support.refusals import raise_first
-
-# With these some steps train only the actor or only the critic.
-ONE_ALONE = ("critic_warmup", "critic_pretraining_completions", "num_critic_epochs", "critic_update")
 
 
 def check_engine(
@@ -47,14 +42,12 @@ def check_engine(
         ),
         f"the launcher started {started} processes, but Trainer connects only {args.world_size}; on CPUs set "
         "use_cpu=True": started > args.world_size,
-        "debug='underflow_overflow' cannot read masks; leave it out: NonFiniteError names the row": (
-            "underflow_overflow" in args.debug
-        ),
-        "torch.__future__.set_overwrite_module_params_on_conversion(True) replaces weights that the optimizer and the "
-        "critic share; set it to False": torch.__future__.get_overwrite_module_params_on_conversion(),
     }
     state, kind = accelerator.state, accelerator.distributed_type
-    faults |= parallelism_faults(accelerator.parallelism_config)
+    for name in ("tp_size", "cp_size", "sp_size"):
+        size = getattr(accelerator.parallelism_config, name, 1)
+        fault = f"parallelism_config.{name}={size}: each process computes whole layers of completions of its own"
+        faults[f"{fault}; leave it out, and set dp_shard_size and dp_replicate_size only"] = size > 1
     if kind == DistributedType.FSDP:
         faults |= fsdp_faults(accelerator, model, args) | whole_faults("FSDP2", reward_funcs, args, has_agent)
     elif kind == DistributedType.DEEPSPEED:
@@ -71,27 +64,15 @@ def check_engine(
         state.fsdp_plugin.mixed_precision_policy = replace(policy, output_dtype=None, reduce_dtype=torch.float32)
 
 
-def parallelism_faults(config: ParallelismConfig | None) -> dict[str, object]:
-    """Return errors of dimensions that split a completion or a layer among processes, and whether they are set."""
-    sizes = {name: getattr(config, name, 1) for name in ("tp_size", "cp_size", "sp_size")}
-    return {
-        f"parallelism_config.{name}={size}: each process computes whole layers of completions of its own; leave it "
-        "out, and set dp_shard_size and dp_replicate_size only": size > 1
-        for name, size in sizes.items()
-    }
-
-
 def ddp_faults(args: PPOConfig) -> dict[str, object]:
     """Return errors of settings with which DDP fails after the first rollout, and whether they are set."""
     # During the warmup the actor's loss has weight 0, so DDP still sees its gradients.
     alone = [name for name in steps_of_one(args) if not name.startswith("critic_warmup")]
-    finds = args.ddp_find_unused_parameters is not False
-    checkpointing = cast(dict[str, Any], args.gradient_checkpointing_kwargs or {})
     return {
         f"{' and '.join(alone)} leaves some weights without gradients, and DDP waits for them with "
-        "ddp_find_unused_parameters=False; set ddp_find_unused_parameters=True": alone and not finds,
-        "use_reentrant=True of activation_checkpointing_kwargs computes a gradient in several backward passes, and "
-        "DDP takes one; set it to False": finds and checkpointing.get("use_reentrant"),
+        "ddp_find_unused_parameters=False; set ddp_find_unused_parameters=True": (
+            alone and args.ddp_find_unused_parameters is False
+        )
     }
 
 
@@ -154,9 +135,6 @@ def deepspeed_faults(config: dict, args: PPOConfig) -> dict[str, object]:
         **fault_of_steps(args, "DeepSpeed's optimizer would change the other's weights by weight decay and momentum"),
         "DeepSpeed's config has an optimizer, which ignores critic_learning_rate and the callbacks' events; leave it "
         "out, and set optim and learning_rate": "optimizer" in config,
-        "compute_grad_norm=False in DeepSpeed's config hides gradients that are not finite; leave it out": (
-            not config.get("zero_optimization", {}).get("compute_grad_norm", True)
-        ),
         f"DeepSpeed's gradient_clipping={clips_at} and max_grad_norm={max_grad_norm} are not the same; leave "
         "gradient_clipping out, or set both": not as_given,
     }
@@ -178,9 +156,13 @@ def fault_of_steps(args: PPOConfig, problem: str) -> dict[str, object]:
 
 def steps_of_one(args: PPOConfig) -> list[str]:
     """Return the settings that make some steps train only the actor or only the critic."""
-    by_order = {"num_critic_epochs": args.critic_epochs != args.num_ppo_epochs, "critic_update": args.critic_follows}
-    names = [name for name in ONE_ALONE if by_order.get(name, getattr(args, name))]
-    return [f"{name}={getattr(args, name)}" for name in names]
+    are_set = {
+        "critic_warmup": args.critic_warmup,
+        "critic_pretraining_completions": args.critic_pretraining_completions,
+        "num_critic_epochs": args.critic_epochs != args.num_ppo_epochs,
+        "critic_update": args.critic_follows,
+    }
+    return [f"{name}={getattr(args, name)}" for name, is_set in are_set.items() if is_set]
 
 
 @functools.cache  # once is enough, however many trainers there are

@@ -147,8 +147,13 @@ def prepare_prompts(
     Raises:
         ValueError: no rows, no "prompt" column, a prompt of an unknown type, or one that the tokenizer cannot render.
     """
-    check_columns(dataset, name)
-    if dataset.format["type"] != "custom":  # without the format a transform would be lost
+    if len(dataset) == 0:
+        raise ValueError(f"{name} has no rows; add at least one prompt")
+    if "prompt" not in (columns := dataset.column_names):
+        raise ValueError(
+            f"{name} has no 'prompt' column, only {', '.join(columns)}; use dataset.rename_column('…', 'prompt')"
+        )
+    if not has_transform(dataset):  # it would be lost
         dataset = dataset.with_format(None)
     conversational = isinstance(dataset["prompt"][0], list)
     if tools is not None and not conversational:
@@ -157,29 +162,13 @@ def prepare_prompts(
             "[{'role': 'user', 'content': ...}]"
         )
     options = dict(chat_template_kwargs or {})
-    of_rows = "chat_template_kwargs" in dataset.column_names  # the column may contain a chat template
+    of_rows = "chat_template_kwargs" in columns  # the column may contain a chat template
     if not (conversational and (of_rows or reads_time(tokenizer, options))):
         options.pop(CLOCK, None)  # stored ids are found on other days too
-    columns = ["prompt", CRITIC_PROMPT] if for_critic and CRITIC_PROMPT in dataset.column_names else ["prompt"]
-    makers = (
-        PromptTokenizer(tokenizer, conversational, options, name, completed, column, tools) for column in columns
-    )
+    read = ["prompt", CRITIC_PROMPT] if for_critic and CRITIC_PROMPT in columns else ["prompt"]
+    makers = (PromptTokenizer(tokenizer, conversational, options, name, completed, column, tools) for column in read)
     ids, *critic_ids = (maker.tokenize(dataset) for maker in makers)
     return Prompts(dataset, ids, conversational, *critic_ids)
-
-
-def check_columns(dataset: Dataset, name: str) -> None:
-    """Raise if a dataset has no rows or no "prompt" column, or if it has reserved columns."""
-    if len(dataset) == 0:
-        raise ValueError(f"{name} has no rows; add at least one prompt")
-    if "prompt" not in (columns := dataset.column_names):
-        raise ValueError(
-            f"{name} has no 'prompt' column, only {', '.join(columns)}; use dataset.rename_column('…', 'prompt')"
-        )
-    if shadowed := sorted(RESERVED_COLUMNS & set(columns)):
-        raise ValueError(
-            f"{name} has columns named {', '.join(shadowed)}, which reward functions get from the trainer; rename them"
-        )
 
 
 def dataset_of(prompts: Sequence[object] | None, columns: Mapping[str, Sequence[object]]) -> Dataset:
@@ -221,8 +210,9 @@ class PromptTokenizer:
         Raises:
             ValueError: a prompt is of another kind than the others, cannot be rendered, or has no tokens.
         """
-        read = ["prompt", self.column, *(TEMPLATE_COLUMNS if self.conversational else ())]
-        rows = dataset.select_columns([name for name in dataset.column_names if name in read])
+        read, rows = ("prompt", self.column, *TEMPLATE_COLUMNS), dataset
+        if not has_transform(dataset):  # which may read all columns
+            rows = dataset.select_columns([name for name in dataset.column_names if name in read])
         if len(rows) < STORED_FROM:  # the hash of a large tokenizer takes longer
             return pa.array(self(rows[:], [*range(len(rows))])["ids"], pa.large_list(pa.int32()))
         make = partial(
@@ -277,6 +267,11 @@ class PromptTokenizer:
                     "the row, or the chat template"
                 ) from error
         return [self.token_ids([row], number)[0] for number, row in enumerate(rows, first)]
+
+
+def has_transform(dataset: Dataset) -> bool:
+    """Return whether a dataset's rows are made by a function of the user, as `set_transform` sets it."""
+    return dataset.format["type"] == "custom"
 
 
 def prompt_indices(positions: range, num_prompts: int, seed: int) -> list[int]:
