@@ -189,7 +189,8 @@ async def call_in_thread(func: Callable[[], T]) -> T:
     try:
         await done.wait()
     except BaseException:
-        interrupt(thread)
+        if not result.done():  # another thread may have the number of one that has ended
+            interrupt(thread)
         raise
     return result.result()
 
