@@ -55,6 +55,7 @@ def test_a_run_ends_whatever_it_prints_to(tmp_path, mode, environment):
     assert done.stdout.endswith("TRAINED\n"), done.stderr[-2000:]
     if mode == "plain":
         assert "step 1  reward" in done.stdout
+        assert "??1+1=?" in done.stdout  # a prompt of the printed completions
 
 
 class Ascii(io.TextIOWrapper):
@@ -78,11 +79,16 @@ class Broken(io.StringIO):
         raise BrokenPipeError("nobody reads")
 
 
-@pytest.mark.parametrize(("stream", "why"), [(Broken(), "nobody reads"), (Ascii(), "can't encode")])
-def test_a_stream_that_takes_nothing_is_a_warning(monkeypatch, caplog, stream, why):
-    monkeypatch.setattr(sys, "stdout", stream)
+def test_a_character_that_stdout_lacks_is_replaced(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Ascii())
     show(print, "β")
-    assert why in caplog.text
+    assert sys.stdout.text() == "?\n"
+
+
+def test_a_stream_that_takes_nothing_is_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr(sys, "stdout", Broken())
+    show(print, "text")
+    assert "nobody reads" in caplog.text
 
 
 def test_streams_without_isatty_are_no_terminals():

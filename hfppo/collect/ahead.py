@@ -10,8 +10,9 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from hfppo.generation.generate import SnapshotSampler
 from hfppo.generation.sampler_check import check_sampler
 from hfppo.metrics import parts_of
 from hfppo.models.modes import place_model
-from hfppo.support.calls import TimeUp, interrupt, wait_briefly
+from hfppo.support.calls import interrupt, start_thread, wait_briefly
 
 PATIENCE = 5.0  # seconds that an interrupted thread gets to end
 
@@ -99,25 +100,19 @@ class RolloutAhead:
             ready.enter_context(self.collector.sampler.ready())
         finally:
             model.load_actor_weights(trained)
-        self._sampled = Future()
         rows = self.collector.rows_of(self.order.choice, prompts)
-        self._thread = threading.Thread(target=self._run, args=(rows, self.order.state, ready), daemon=True)
-        self._thread.start()
+        self._thread, self._sampled = start_thread(partial(self._sample, rows, self.order.state, ready))
 
-    def _run(self, rows: list[Row], state: TrainerState, ready: AbstractContextManager) -> None:
+    def _sample(self, rows: list[Row], state: TrainerState, ready: AbstractContextManager) -> tuple[Sampled, float]:
         """Sample and score rows, in the thread."""
-        collector, promised = self.collector, self._sampled
+        collector = self.collector
         phase, device = Phases(collector.args.use_vllm, nullcontext), collector.accelerator.device
-        with suppress(TimeUp):
-            try:
-                if device.type != "cpu":
-                    torch.accelerator.set_device_index(device.index or 0)  # each thread begins with the first device
-                sampled = collector.sample(rows, state, phase, ready)
-                with sampled.pending, phase("rollout"), phase("rewards"):
-                    sampled.pending.result()
-                promised.set_result((sampled, time.monotonic()))
-            except BaseException as error:
-                promised.set_exception(error)
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device.index or 0)  # each thread begins with the first device
+        sampled = collector.sample(rows, state, phase, ready)
+        with sampled.pending, phase("rollout"), phase("rewards"):
+            sampled.pending.result()
+        return sampled, time.monotonic()
 
     def take(self, step: int, show: PhaseDisplay) -> tuple[Order, Sampled]:
         """Wait for the rollout, and return it; the next one may then begin.

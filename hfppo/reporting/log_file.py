@@ -44,6 +44,5 @@ class LogFileCallback(TrainerCallback):
                 with path.open("a", encoding="utf-8") as file:
                     file.writelines(lines)
             else:
-                with write_atomically(path) as temporary:
-                    temporary.write_text("".join(lines), encoding="utf-8")
+                write_atomically(path, "".join(lines))
             self._num_written = len(history)

@@ -215,9 +215,7 @@ def render_page(runs: list[dict[str, Any]]) -> str:
 def write_page(file: Path, page: str) -> None:
     """Write a page atomically; an error is a warning."""
     with ignore_write_errors(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with write_atomically(file) as temporary:
-            temporary.write_text(page, encoding="utf-8", errors="replace")
+        write_atomically(file, page)
 
 
 def read_page(file: Path) -> list[dict[str, Any]]:

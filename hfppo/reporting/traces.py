@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -39,7 +39,7 @@ class Trace:
     def token_rows(self) -> list[dict[str, object]]:
         """Return a dictionary for each token, as a row of a table of many completions."""
         shared = {"rollout": self.rollout, "step": self.step, "prompt": self.table.prompt, "score": self.table.score}
-        return [{**shared, **asdict(row)} for row in self.table.rows]
+        return [{**shared, **vars(row)} for row in self.table.rows]
 
     def to_json(self) -> dict[str, object]:
         """Return plain values, the table by columns."""
@@ -132,9 +132,7 @@ def write_traces(path: Path, traces: Iterable[Trace]) -> None:
     """Write a rollout's traces atomically; an error is a warning."""
     lines = [json.dumps(trace.to_json(), ensure_ascii=False) for trace in traces]
     with ignore_write_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with write_atomically(path) as temporary:
-            temporary.write_text("\n".join([*lines, ""]), encoding="utf-8")
+        write_atomically(path, "\n".join([*lines, ""]))
 
 
 def read_traces(path: Path) -> list[Trace]:

@@ -163,9 +163,9 @@ def interrupt(thread: threading.Thread) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(TimeUp))
 
 
-async def call_in_thread(func: Callable[[], Any]) -> Any:
-    """Call a function in a daemon thread. If the waiting is cancelled, the thread is interrupted and left behind."""
-    result, done, loop = Future[Any](), asyncio.Event(), asyncio.get_running_loop()
+def start_thread(func: Callable[[], T]) -> tuple[threading.Thread, Future[T]]:
+    """Call a function in a daemon thread, without gradients; `interrupt` ends the thread."""
+    result = Future[T]()
 
     def run() -> None:
         with suppress(TimeUp), torch.no_grad():
@@ -175,14 +175,22 @@ async def call_in_thread(func: Callable[[], Any]) -> Any:
                 raise
             except BaseException as error:
                 result.set_exception(error)
-            loop.call_soon_threadsafe(done.set)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
+    return thread, result
+
+
+async def call_in_thread(func: Callable[[], T]) -> T:
+    """Call a function in a thread. If the waiting is cancelled, the thread is interrupted and left behind."""
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+    thread, result = start_thread(func)
+    result.add_done_callback(lambda _: loop.call_soon_threadsafe(done.set))
     try:
         await done.wait()
     except BaseException:
-        interrupt(thread)
+        if not result.done():  # another thread may have the number of one that has ended
+            interrupt(thread)
         raise
     return result.result()
 

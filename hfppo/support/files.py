@@ -18,12 +18,12 @@ def ignore_write_errors(file: Path) -> Iterator[None]:
         logger.warning("%s could not be written; training continues: %s", file, error)
 
 
-@contextmanager
-def write_atomically(file: Path) -> Iterator[Path]:
-    """Write atomically: yield a temporary path that replaces `file` on success and is removed on failure."""
+def write_atomically(file: Path, text: str) -> None:
+    """Write a temporary file and put it in the place of `file`; half characters become "?"."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     aside = file.with_name(f"_{file.name}")  # a push to the Hub ignores names with _
     try:
-        yield aside
+        aside.write_text(text, encoding="utf-8", errors="replace")
         os.replace(aside, file)
     finally:
         aside.unlink(missing_ok=True)

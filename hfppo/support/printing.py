@@ -1,6 +1,8 @@
 """Print reports, none of which ends a run."""
 
+import io
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any, TextIO
 
@@ -17,8 +19,11 @@ def is_terminal(stream: TextIO | None) -> bool:
 def show(prints: Callable[..., object], *args: Any, **kwargs: Any) -> None:
     """Call a function that prints, while the progress bar is cleared.
 
-    An error of a stream, such as a closed pipe or a character that it cannot encode, becomes a warning.
+    From then on stdout replaces characters that it cannot encode. An error of a stream, such as a closed pipe, becomes
+    a warning.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     try:
         with tqdm.external_write_mode():
             prints(*args, **kwargs)

@@ -49,8 +49,6 @@ def describe_trace(trace: Trace, args: PPOConfig, ref_model: str | None) -> list
         lines.append(f"reference: {reference}; if the run had another, give --ref_model")
     if trace.table.score is None:
         lines.append("reward, return and advantage need a score: add --score 1, say")
-    if not args.needs_critic:
-        lines.append(f"{args.advantage_estimator} has no critic; a single completion may have no advantage")
     if trace.truncated:
         lines.append("the completion was cut by max_completion_length")
     return lines
