@@ -1,0 +1,282 @@
+"""Recipes with and without a critic on tasks with known values, at equal completions and at equal compute, with seeds.
+
+    python tests/benchmarks/critic_bench.py                  # all runs that docs/notes/critic_bench.jsonl lacks
+    python tests/benchmarks/critic_bench.py --tasks delayed --methods "PPO 1" --seeds 1
+    python tests/benchmarks/critic_bench.py --quick          # one row of docs/which_critic.md, again
+    python tests/benchmarks/critic_bench.py --report         # the table and the figure of that page
+
+A run appends one line to the file. Seed 0 chose the learning rates; seeds 1 to 5 are reported.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from critic_tasks import RECIPE, REPOSITORY, TASKS, build_base, datasets
+from peft import LoraConfig
+from transformers import PrinterCallback
+
+from hfppo import PPOCallback, PPOConfig, PPOTrainer
+from hfppo import functional as F
+
+RESULTS = REPOSITORY / "docs" / "notes" / "critic_bench.jsonl"
+BASES = REPOSITORY / "out" / "critic_bench"
+PARTS = 10  # of a run, whose means are kept
+
+RECIPES = {x.stem: yaml.safe_load(x.read_text()) for x in (REPOSITORY / "recipes" / "critics").glob("*.yaml")}
+WARMUP = {"critic_warmup": 10}  # in percent of the rollouts; the papers have 10 and 15 rollouts of many more
+GROUPS = {"num_generations": 8}
+DR_GRPO = {"advantage_estimator": "grpo", "scale_rewards": "none", "loss_reduction": "seq-mean-token-sum-norm"}
+
+# Fields of PPOConfig by method. All take log π_old from the sampler, have no KL, and three times the actor's learning
+# rate for the critic.
+METHODS: dict[str, dict[str, Any]] = {
+    "PPO .95": {"lam": 0.95},
+    "PPO 1": {"lam": 1.0},
+    "BPCO": {**RECIPES["bpco"], **WARMUP},
+    "PACT": RECIPES["pact"],
+    "SAO": {**RECIPES["sao"], **WARMUP},
+    "Dr. GRPO": {**DR_GRPO, **GROUPS},
+    "RLOO": {"advantage_estimator": "rloo", **GROUPS},
+    "REINFORCE++": {"advantage_estimator": "reinforce_plus_plus"},
+    "PACT without ratio": {**RECIPES["pact"], "critic_update": "after_actor"},
+    "VAPO": {"lam_alpha": 0.05, "lam_critic": 1.0, "cliprange_high": 0.28, **WARMUP},
+    "BPCO + answer": {**RECIPES["bpco"], **WARMUP},
+}
+NO_ATTENTION = {"SAO": ["gate_proj", "up_proj", "down_proj"]}  # the layers that a critic adapts, if not all
+
+
+class Key(NamedTuple):
+    """What a run is known by."""
+
+    task: str
+    method: str
+    seed: int
+    rate: float = 1.0  # multiplies the task's learning rate
+    staleness: int = 0  # rollouts by which the sampler's policy is older
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers by which operations are counted."""
+
+    trunk: int  # weights of a token's pass, without embeddings
+    head: int  # of the output head
+
+
+def operations(args: PPOConfig, sizes: Sizes, tokens: dict[str, int], rollouts: int) -> float:
+    """Return the operations of a run: 2 per weight and token forward, as much again for a frozen weight's backward.
+
+    Args:
+        tokens: "prompt", "critic_prompt" and "completion" of the whole run; a prompt counts per completion.
+        rollouts: their number, warm-up included.
+    """
+    actor, critic = (2 * sizes.trunk * (tokens[p] + tokens["completion"]) for p in ("prompt", "critic_prompt"))
+    actor += 2 * sizes.head * tokens["completion"]
+    has_critic, steps = args.advantage_estimator == "gae", 1 - args.critic_warmup / rollouts
+    passes = 1 + (args.policy_mode != "bypass") + 2 * args.num_ppo_epochs * steps
+    passes += args.critic_update == "policy_aligned"
+    critic_passes = 1 + 2 * (args.num_critic_epochs or args.num_ppo_epochs)
+    return passes * actor + has_critic * critic_passes * critic
+
+
+class Measure(PPOCallback):
+    """Keeps numbers of each rollout by name."""
+
+    def __init__(self, exact: Any):
+        self.exact, self.tokens = exact, {"prompt": 0, "critic_prompt": 0, "completion": 0}
+        self.found: dict[str, list[float]] = defaultdict(list)
+
+    def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, **kwargs):
+        mask, found = rollout.mask, dict(metrics)
+        self.tokens["prompt"] += int(rollout.prompt_mask.sum())
+        self.tokens["critic_prompt"] += int(rollout.read_by_critic[1].sum())
+        self.tokens["completion"] += int(mask.sum())
+        numbers = {"reward": float(rollout.scores.mean()), "advantage_max": float(rollout.advantages.abs().max())}
+        for part in ("", "_first", "_middle", "_last"):
+            if (name := f"value/explained_variance{part}") in found:
+                numbers[f"ev{part}"] = found[name]
+        if rollout.values is not None:
+            outside = (rollout.values < -1e-4) | (rollout.values > 1 + 1e-4)
+            numbers["outside"] = float(outside[mask].float().mean())
+            numbers["ev_of_returns"] = F.explained_variance(rollout.values, rollout.returns, mask)
+        if rollout.values is not None and self.exact is not None:
+            texts = [f"{p}{c}" for p, c in zip(transcript.prompts, transcript.completions, strict=True)]
+            exact, where = self.exact(rollout, texts)
+            numbers["v_error"] = float((rollout.values - exact)[where].square().mean())
+            numbers["v_var"] = float(exact[where].var())
+        for name, x in numbers.items():
+            self.found[name].append(x)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        for name, key in (("kl", "policy/approx_kl"), ("clipped", "policy/clip_frac")):
+            if logs and key in logs:
+                self.found[name].append(logs[key])
+
+    def summary(self) -> dict[str, list[float]]:
+        """Return the means of `PARTS` parts of the run; a NaN is left out."""
+        means = {}
+        for name, x in self.found.items():
+            pieces = torch.tensor(x).tensor_split(PARTS)
+            means[name] = [float(f"{float(piece.nanmean()):.4g}") for piece in pieces]
+        return means
+
+
+class StaleSampler:
+    """Samples with the actor's adapter of `age` rollouts ago, or the first one."""
+
+    def __init__(self, sampler: Any, model: Any, age: int):
+        self.sampler, self.model, self.fresh = sampler, model, False
+        self.past: deque[list[torch.Tensor]] = deque(maxlen=age + 1)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sampler, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.sampler(*args, **kwargs)
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        if self.fresh:
+            with self.sampler.ready():
+                yield
+            return
+        parameters = self.model.actor_parameters()
+        self.past.append([p.detach().clone() for p in parameters])
+        put(parameters, self.past[0])
+        try:
+            with self.sampler.ready():
+                yield
+        finally:
+            put(parameters, self.past[-1])
+
+
+@torch.no_grad()
+def put(parameters: list[torch.nn.Parameter], values: list[torch.Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
+
+
+class BenchTrainer(PPOTrainer):
+    """A trainer whose sampler may be old."""
+
+    age = 0
+
+    def create_sampler(self, eos_ids):
+        return StaleSampler(super().create_sampler(eos_ids), self.model, self.age)
+
+    def accuracy(self, do_sample: bool) -> float:
+        self.collector.sampler.fresh = True
+        with self.eval_sampling(do_sample):
+            reward = self.evaluate()["eval_reward"]
+        self.collector.sampler.fresh = False
+        return round(reward, 4)
+
+
+def base_of(name: str) -> str:
+    if TASKS[name].draw is None:
+        return str(RECIPE / "base")
+    if not (BASES / name / "config.json").exists():
+        build_base(TASKS[name], BASES / name)
+    return str(BASES / name)
+
+
+def config_of(key: Key, folder: str) -> PPOConfig:
+    """Return the run's settings."""
+    fields = {**TASKS[key.task].fields, "policy_mode": "bypass", "kl_coef": 0.0, **METHODS[key.method]}
+    rate, size = fields["learning_rate"] * key.rate, fields["per_device_train_batch_size"] * fields["num_mini_batches"]
+    fields["critic_warmup"] = fields.get("critic_warmup", 0) * fields["total_episodes"] // size // 100
+    own = {"output_dir": folder, "seed": key.seed, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    return PPOConfig(**{**fields, "learning_rate": rate, "critic_learning_rate": 3 * rate, **own})
+
+
+def run(key: Key) -> dict[str, Any]:
+    """Train once, and return the line of the run."""
+    task = TASKS[key.task]
+    train, test = datasets(task, with_answer="answer" in key.method)
+    measure = Measure(task.exact)
+    layers = NO_ATTENTION.get(key.method)
+    with tempfile.TemporaryDirectory() as folder:
+        args = config_of(key, folder)
+        trainer_type = type("Trainer", (BenchTrainer,), {"age": key.staleness})
+        trainer = trainer_type(
+            model=base_of(key.task),
+            reward_funcs=task.score,
+            args=args,
+            train_dataset=train,
+            eval_dataset=test,
+            peft_config=LoraConfig(**task.lora, target_modules="all-linear"),
+            critic_peft_config=LoraConfig(**task.lora, target_modules=layers) if layers else None,
+            callbacks=[measure],
+        )
+        trainer.remove_callback(PrinterCallback)
+        sizes = sizes_of(trainer.model.causal_lm.config)
+        before = {"sampled": trainer.accuracy(True), "greedy": trainer.accuracy(False)}
+        began = time.process_time()
+        trainer.train()
+        seconds = time.process_time() - began
+        rollouts = len(measure.found["reward"])
+        return {
+            **key._asdict(),
+            "completions": rollouts * args.rollout_size_per_process,
+            "tokens": measure.tokens["completion"],
+            "operations": float(f"{operations(args, sizes, measure.tokens, rollouts):.4g}"),
+            "seconds": round(seconds, 1),
+            "before": before,
+            "after": {"sampled": trainer.accuracy(True), "greedy": trainer.accuracy(False)},
+            **measure.summary(),
+        }
+
+
+def sizes_of(config: Any) -> Sizes:
+    """Return the sizes of a Llama without grouped queries."""
+    per_layer = 4 * config.hidden_size**2 + 3 * config.hidden_size * config.intermediate_size
+    return Sizes(config.num_hidden_layers * per_layer, config.hidden_size * config.vocab_size)
+
+
+def read() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+
+
+def key_of(line: dict[str, Any]) -> Key:
+    return Key(*(line[name] for name in ("task", "method", "seed", "rate", "staleness")))
+
+
+def chosen_rate(lines: list[dict[str, Any]], task: str, method: str) -> float:
+    """Return the rate whose run with seed 0 had the highest mean score in its second half; 1 without such runs."""
+    found = {x["rate"]: sum(x["reward"][PARTS // 2 :]) for x in lines if key_of(x)[:3] == (task, method, 0)}
+    return max(found, key=lambda rate: (found[rate], rate == 1)) if found else 1.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", choices=TASKS, nargs="+", default=[*TASKS])
+    parser.add_argument("--methods", choices=METHODS, nargs="+", default=[*METHODS])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.0], help="times the task's; 0: chosen by seed 0")
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0], help="rollouts")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for task, seed, rate, age, method in product(
+        options.tasks, options.seeds, options.rates, options.staleness, options.methods
+    ):
+        key = Key(task, method, seed, rate or chosen_rate(read(), task, method), age)
+        if key in map(key_of, read()):
+            continue
+        line = run(key)
+        with RESULTS.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(time.strftime("%H:%M"), *key, line["before"], line["after"], line["seconds"], flush=True)
+
+
+if __name__ == "__main__":
+    main()
