@@ -16,7 +16,8 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations, product
+from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,8 @@ from hfppo import PPOCallback, PPOConfig, PPOTrainer
 from hfppo import functional as F
 
 RESULTS = REPOSITORY / "docs" / "notes" / "critic_bench.jsonl"
+HEADS = REPOSITORY / "docs" / "notes" / "critic_heads.jsonl"
+FIGURE = REPOSITORY / "docs" / "images" / "which_critic.svg"
 BASES = REPOSITORY / "out" / "critic_bench"
 PARTS = 10  # of a run, whose means are kept
 
@@ -51,8 +54,15 @@ METHODS: dict[str, dict[str, Any]] = {
     "PACT without ratio": {**RECIPES["pact"], "critic_update": "after_actor"},
     "VAPO": {"lam_alpha": 0.05, "lam_critic": 1.0, "cliprange_high": 0.28, **WARMUP},
     "BPCO + answer": {**RECIPES["bpco"], **WARMUP},
+    # As many operations as a method with a critic has for half of the completions.
+    "Dr. GRPO, twice": {**DR_GRPO, **GROUPS, "total_episodes": 5120},
+    "REINFORCE++, twice": {"advantage_estimator": "reinforce_plus_plus", "total_episodes": 5120},
 }
 NO_ATTENTION = {"SAO": ["gate_proj", "up_proj", "down_proj"]}  # the layers that a critic adapts, if not all
+
+
+BASELINE = "PPO 1"  # which the report compares the others with
+QUICK = "sums", "REINFORCE++"
 
 
 class Key(NamedTuple):
@@ -248,13 +258,110 @@ def read() -> list[dict[str, Any]]:
 
 
 def key_of(line: dict[str, Any]) -> Key:
-    return Key(*(line[name] for name in ("task", "method", "seed", "rate", "staleness")))
+    return Key(*(line[name] for name in Key._fields))
 
 
 def chosen_rate(lines: list[dict[str, Any]], task: str, method: str) -> float:
     """Return the rate whose run with seed 0 had the highest mean score in its second half; 1 without such runs."""
     found = {x["rate"]: sum(x["reward"][PARTS // 2 :]) for x in lines if key_of(x)[:3] == (task, method, 0)}
     return max(found, key=lambda rate: (found[rate], rate == 1)) if found else 1.0
+
+
+def p_value(a: list[float], b: list[float]) -> float:
+    """Return the share of all ways to divide the numbers whose means differ at least as much: a permutation test."""
+    together, total = [*a, *b], sum(a) + sum(b)
+    observed = abs(mean(a) - mean(b))
+    found = []
+    for chosen in combinations(together, len(a)):
+        found.append(abs(sum(chosen) / len(a) - (total - sum(chosen)) / len(b)) >= observed - 1e-12)
+    return sum(found) / len(found)
+
+
+def with_error(numbers: list[float], digits: int = 3) -> str:
+    """Return mean and standard error."""
+    error = f" ± {stdev(numbers) / len(numbers) ** 0.5:.{digits}f}" if len(numbers) > 1 else ""
+    return f"{mean(numbers):.{digits}f}{error}"
+
+
+def reported(lines: list[dict[str, Any]], staleness: int = 0) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Return the runs of each task and method with seeds from 1 on, at the rate that seed 0 chose."""
+    found = defaultdict(list)
+    for x in lines:
+        if x["seed"] and x["staleness"] == staleness and x["rate"] == chosen_rate(lines, x["task"], x["method"]):
+            found[x["task"], x["method"]].append(x)
+    return found
+
+
+def score_at(line: dict[str, Any], budget: float) -> float:
+    """Return the mean score of the part of the run in which it reaches so many operations, or of its last part."""
+    return line["reward"][min(int(budget / line["operations"] * PARTS), PARTS - 1)]
+
+
+def report(lines: list[dict[str, Any]]) -> str:
+    """Return the table, in Markdown."""
+    runs = reported(lines)
+    head = ["task", "method", "rate", "seeds", "sampled", "p", "greedy", "at equal compute", "operations, 1e11"]
+    head += ["processor s", "EV of thirds", "outside", "error to V"]
+    rows = [head, ["---"] * len(head)]
+    for task in TASKS:
+        ours = {method: runs[task, method] for method in METHODS if runs[task, method]}
+        budget = min((x["operations"] for found in ours.values() for x in found), default=0.0)
+        against = [x["after"]["sampled"] for x in ours.get(BASELINE, [])]
+        rows += [row_of(task, method, found, budget, against) for method, found in ours.items()]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def row_of(task: str, method: str, found: list[dict[str, Any]], budget: float, against: list[float]) -> list[str]:
+    """Return the cells of a method's row."""
+
+    def late(name: str) -> str:
+        return f"{mean(mean(x[name][PARTS // 2 :]) for x in found):.2g}" if name in found[0] else "–"
+
+    sampled = [x["after"]["sampled"] for x in found]
+    p = "–" if method == BASELINE or not against else f"{p_value(sampled, against):.3f}"
+    cells = [task, method, f"{found[0]['rate']:g}", f"{len(found)}", with_error(sampled), p]
+    cells += [with_error([x["after"]["greedy"] for x in found]), with_error([score_at(x, budget) for x in found])]
+    cells += [f"{mean(x['operations'] for x in found) / 1e11:.1f}", f"{mean(x['seconds'] for x in found):.0f}"]
+    thirds = " ".join(late(f"ev_{part}") for part in ("first", "middle", "last"))
+    return [*cells, thirds if "ev" in found[0] else "–", late("outside"), late("v_error")]
+
+
+def draw(lines: list[dict[str, Any]]) -> None:
+    """Draw the scores by operations, a panel per task, and the errors of the heads."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "critics"  # the same file each time
+    from matplotlib import pyplot
+
+    runs = reported(lines)
+    figure, panels = pyplot.subplots(1, len(TASKS) + 1, figsize=(16, 4))
+    for task, panel in zip(TASKS, panels, strict=False):
+        for color, method in enumerate(METHODS):
+            if found := runs[task, method]:
+                step = mean(x["operations"] for x in found) / PARTS / 1e11
+                scores = [mean(x["reward"][part] for x in found) for part in range(PARTS)]
+                line = "--" if METHODS[method].get("advantage_estimator") else "-"
+                colors = f"C{color % 10}"
+                panel.plot([step * (n + 1) for n in range(PARTS)], scores, line, color=colors, label=method)
+        panel.set(title=task, xlabel="operations, 1e11", ylabel="mean score of sampled completions")
+    panels[0].legend(fontsize=7)
+    for head, found in read_heads().items():
+        panels[-1].plot([*found], [mean(x) for x in found.values()], "o-", label=head)
+    panels[-1].set(title="heads, recorded rollouts", xscale="log", yscale="log", xlabel="learning rate, 1e-3")
+    panels[-1].set(ylabel="mean squared error to V")
+    panels[-1].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(FIGURE, metadata={"Date": None})
+
+
+def read_heads() -> dict[str, dict[float, list[float]]]:
+    """Return the late errors of each head by rate, with the package's start."""
+    found: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for x in map(json.loads, HEADS.read_text().splitlines()):
+        if x["start"] == "package":
+            found[x["head"]][x["rate"]].append(x["error"])
+    return found
 
 
 def main() -> None:
@@ -264,8 +371,18 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--rates", type=float, nargs="+", default=[0.0], help="times the task's; 0: chosen by seed 0")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0], help="rollouts")
+    parser.add_argument("--quick", action="store_true", help="print one row again, beside the recorded one")
+    parser.add_argument("--report", action="store_true", help="print the table, and draw the figure")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.report:
+        print(report(read()))
+        draw(read())
+        return
+    if options.quick:
+        again = [run(Key(*QUICK, seed, chosen_rate(read(), *QUICK))) for seed in options.seeds]
+        print(report([x for x in read() if key_of(x)[:2] == QUICK]), report(again), sep="\n")
+        return
     for task, seed, rate, age, method in product(
         options.tasks, options.seeds, options.rates, options.staleness, options.methods
     ):
