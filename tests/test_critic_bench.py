@@ -33,7 +33,7 @@ def test_values_of_a_chain_are_the_mean_scores_of_its_completions():
 
 
 def test_scores_of_the_long_tasks():
-    assert tasks.score_chain(["123", "12", "193", "124"], ["123"] * 4) == [1.0, 0.0, 1.0, 0.0]
+    assert tasks.score_chain(["123", "13", "193", "124"], ["123"] * 4) == [1.0, 0.0, 1.0, 0.0]
     assert tasks.score_delayed(["712", "", "172"], ["7"] * 3) == [1.0, 0.0, 0.0]
 
 

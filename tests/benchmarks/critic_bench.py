@@ -57,10 +57,17 @@ METHODS: dict[str, dict[str, Any]] = {
     # As many operations as a method with a critic has for half of the completions.
     "Dr. GRPO, twice": {**DR_GRPO, **GROUPS, "total_episodes": 5120},
     "REINFORCE++, twice": {"advantage_estimator": "reinforce_plus_plus", "total_episodes": 5120},
+    # The policy's loss alone.
+    "PPO 1, dppo": {"lam": 1.0, "policy_loss": "dppo"},
+    "PPO 1, dis": {"lam": 1.0, "policy_loss": "dis", "cliprange": 0.3, "cliprange_high": 5.0},
 }
 NO_ATTENTION = {"SAO": ["gate_proj", "up_proj", "down_proj"]}  # the layers that a critic adapts, if not all
 
 
+# Methods without runs of seed 0 take another's rate.
+LIKE = {"PACT without ratio": "PACT", "VAPO": "PPO .95", "BPCO + answer": "BPCO", "PPO 1, dppo": "PPO 1"}
+LIKE |= {"PPO 1, dis": "PPO 1", "RLOO": "Dr. GRPO"}
+LIKE |= {"Dr. GRPO, twice": "Dr. GRPO", "REINFORCE++, twice": "REINFORCE++"}
 BASELINE = "PPO 1"  # which the report compares the others with
 QUICK = "sums", "REINFORCE++"
 
@@ -263,7 +270,11 @@ def key_of(line: dict[str, Any]) -> Key:
 
 def chosen_rate(lines: list[dict[str, Any]], task: str, method: str) -> float:
     """Return the rate whose run with seed 0 had the highest mean score in its second half; 1 without such runs."""
-    found = {x["rate"]: sum(x["reward"][PARTS // 2 :]) for x in lines if key_of(x)[:3] == (task, method, 0)}
+    found = {
+        x["rate"]: sum(x["reward"][PARTS // 2 :])
+        for x in lines
+        if key_of(x)[:3] == (task, LIKE.get(method, method), 0)
+    }
     return max(found, key=lambda rate: (found[rate], rate == 1)) if found else 1.0
 
 
@@ -311,19 +322,32 @@ def report(lines: list[dict[str, Any]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
+def short_report(lines: list[dict[str, Any]]) -> str:
+    """Return the page's table: share right after the run and, at equal compute, during it, by task."""
+    runs = reported(lines)
+    rows = [["method", *(f"{task}, {x}" for task in TASKS for x in ("end", "p", "equal compute"))]]
+    rows.append(["---"] * len(rows[0]))
+    cells = {tuple(x.strip("| ").split(" | ")[:2]): x.strip("| ").split(" | ") for x in report(lines).splitlines()}
+    for method in METHODS:
+        found = [cells.get((task, method), ["–"] * 8) for task in TASKS]
+        if any((task, method) in runs for task in TASKS):
+            rows.append([method, *(x[column] for x in found for column in (4, 5, 7))])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
 def row_of(task: str, method: str, found: list[dict[str, Any]], budget: float, against: list[float]) -> list[str]:
     """Return the cells of a method's row."""
 
-    def late(name: str) -> str:
-        return f"{mean(mean(x[name][PARTS // 2 :]) for x in found):.2g}" if name in found[0] else "–"
+    def whole(name: str) -> str:
+        return f"{mean(mean(x[name]) for x in found):.2g}" if name in found[0] else "–"
 
     sampled = [x["after"]["sampled"] for x in found]
     p = "–" if method == BASELINE or not against else f"{p_value(sampled, against):.3f}"
     cells = [task, method, f"{found[0]['rate']:g}", f"{len(found)}", with_error(sampled), p]
     cells += [with_error([x["after"]["greedy"] for x in found]), with_error([score_at(x, budget) for x in found])]
     cells += [f"{mean(x['operations'] for x in found) / 1e11:.1f}", f"{mean(x['seconds'] for x in found):.0f}"]
-    thirds = " ".join(late(f"ev_{part}") for part in ("first", "middle", "last"))
-    return [*cells, thirds if "ev" in found[0] else "–", late("outside"), late("v_error")]
+    thirds = " ".join(whole(f"ev_{part}") for part in ("first", "middle", "last"))
+    return [*cells, thirds if "ev" in found[0] else "–", whole("outside"), whole("v_error")]
 
 
 def draw(lines: list[dict[str, Any]]) -> None:
@@ -376,7 +400,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.report:
-        print(report(read()))
+        print(short_report(read()), report(read()), sep="\n")
         draw(read())
         return
     if options.quick:
