@@ -64,9 +64,13 @@ def test_seed_0_chooses_the_rate_and_is_not_reported():
     assert [(x["seed"], x["rate"]) for x in found["sums", "PPO 1"]] == [(1, 2.0)]
 
 
-def test_report_compares_with_ppo_and_at_equal_compute():
-    other = {**LINE, "method": "RLOO", "operations": 1e11, "after": {"sampled": 0.7, "greedy": 1.0}}
-    both = [{**x, "seed": seed} for x in (LINE, other) for seed in (1, 2)]
-    ppo, rloo = (row.split(" | ") for row in bench.report(both).splitlines()[2:])
-    assert (ppo[4], ppo[5], ppo[7]) == ("0.500 ± 0.000", "–", "0.500 ± 0.000")  # half of its run
-    assert (rloo[4], rloo[5], rloo[7]) == ("0.700 ± 0.000", "0.333", "0.900 ± 0.000")
+def test_report_compares_at_equal_compute_and_by_claims():
+    line = {**LINE, "method": "REINFORCE++"}
+    other = {**LINE, "operations": 1e11, "after": {"sampled": 0.7, "greedy": 1.0}}
+    both = [{**x, "seed": seed} for x in (line, other) for seed in (1, 2)]
+    ppo, plain = (row.split(" | ") for row in bench.report(both).splitlines()[2:])
+    assert (ppo[4], ppo[5], ppo[7]) == ("0.700 ± 0.000", "0.333", "0.900 ± 0.000")
+    assert (plain[4], plain[5], plain[7]) == ("0.500 ± 0.000", "–", "0.500 ± 0.000")  # half of its run
+    worse = [{**x, "method": "PPO .95"} for x in both[:2]]
+    assert bench.claims(both + worse).splitlines()[2:] == ["| sums | 0 | PPO 1 − PPO .95 | +0.200 | 0.333 |"]
+    assert "| PPO 1 | 0.700 ± 0.000 | 0.333 | 0.900 ± 0.000 | –" in bench.short_report(both)

@@ -57,7 +57,8 @@ METHODS: dict[str, dict[str, Any]] = {
     # As many operations as a method with a critic has for half of the completions.
     "Dr. GRPO, twice": {**DR_GRPO, **GROUPS, "total_episodes": 5120},
     "REINFORCE++, twice": {"advantage_estimator": "reinforce_plus_plus", "total_episodes": 5120},
-    # The policy's loss alone.
+    # One part of the recipes alone.
+    "PPO 1, bounded": {"lam": 1.0, "value_range": [0.0, 1.0]},
     "PPO 1, dppo": {"lam": 1.0, "policy_loss": "dppo"},
     "PPO 1, dis": {"lam": 1.0, "policy_loss": "dis", "cliprange": 0.3, "cliprange_high": 5.0},
 }
@@ -66,9 +67,13 @@ NO_ATTENTION = {"SAO": ["gate_proj", "up_proj", "down_proj"]}  # the layers that
 
 # Methods without runs of seed 0 take another's rate.
 LIKE = {"PACT without ratio": "PACT", "VAPO": "PPO .95", "BPCO + answer": "BPCO", "PPO 1, dppo": "PPO 1"}
-LIKE |= {"PPO 1, dis": "PPO 1", "RLOO": "Dr. GRPO"}
+LIKE |= {"PPO 1, dis": "PPO 1", "PPO 1, bounded": "PPO 1", "RLOO": "Dr. GRPO"}
 LIKE |= {"Dr. GRPO, twice": "Dr. GRPO", "REINFORCE++, twice": "REINFORCE++"}
-BASELINE = "PPO 1"  # which the report compares the others with
+BASELINE = "REINFORCE++"  # which the report compares the others with
+CLAIMS = [("PPO 1", "PPO .95"), ("BPCO", "PPO 1"), ("PACT", "PPO 1"), ("SAO", "PPO 1"), ("VAPO", "PPO .95")]
+CLAIMS += [("Dr. GRPO", "PPO 1"), ("RLOO", "Dr. GRPO"), ("PPO 1, bounded", "PPO 1"), ("BPCO + answer", "BPCO")]
+CLAIMS += [("PACT", "PACT without ratio"), ("PPO 1, dppo", "PPO 1"), ("PPO 1, dis", "PPO 1")]
+CLAIMS += [("REINFORCE++, twice", "PPO 1"), ("REINFORCE++, twice", "PACT"), ("Dr. GRPO, twice", "PPO 1")]
 QUICK = "sums", "REINFORCE++"
 
 
@@ -322,6 +327,19 @@ def report(lines: list[dict[str, Any]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
+def claims(lines: list[dict[str, Any]]) -> str:
+    """Return the differences of `CLAIMS` in the share right after the run, with their permutation tests."""
+    rows = ["| task | staleness | first − second | difference | p |\n| --- | --- | --- | --- | --- |\n"]
+    for staleness in sorted({x["staleness"] for x in lines}):
+        runs = reported(lines, staleness)
+        for task, pair in product(TASKS, CLAIMS):
+            a, b = ([x["after"]["sampled"] for x in runs[task, method]] for method in pair)
+            if a and b:
+                cells = [task, f"{staleness}", " − ".join(pair), f"{mean(a) - mean(b):+.3f}", f"{p_value(a, b):.3f}"]
+                rows.append(f"| {' | '.join(cells)} |\n")
+    return "".join(rows)
+
+
 def short_report(lines: list[dict[str, Any]]) -> str:
     """Return the page's table: share right after the run and, at equal compute, during it, by task."""
     runs = reported(lines)
@@ -400,7 +418,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.report:
-        print(short_report(read()), report(read()), sep="\n")
+        print(short_report(read()), report(read()), claims(read()), sep="\n")
         draw(read())
         return
     if options.quick:
