@@ -1,0 +1,173 @@
+"""The tasks of the critic bench: prompts, scores, exact values, and tiny bases that `build_base` trains."""
+
+import json
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from hfppo.rollout import Rollout
+
+REPOSITORY = Path(__file__).parents[2]
+RECIPE = REPOSITORY / "recipes" / "arithmetic"
+sys.path.append(str(RECIPE))
+import arithmetic  # noqa: E402
+import build_arithmetic_base as builder  # noqa: E402
+
+CHAIN_TOKENS, CHAIN_SLIPS = 99, 0.02
+DELAYED_TOKENS = 100
+
+Row = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task of the bench."""
+
+    fields: dict[str, Any]  # of PPOConfig, the same for all methods
+    score: Callable[..., list[float]]
+    rows: Callable[[], tuple[list[Row], list[Row]]]  # for training and for the evaluation
+    draw: Callable[[Row, random.Random], str] | None = None  # a completion of the base; None: a shipped base
+    exact: Callable[[Rollout, list[str]], tuple[Tensor, Tensor]] | None = None  # V and its mask, (B, T) each
+    lora: dict[str, int] = field(default_factory=lambda: {"r": 16, "lora_alpha": 32})
+    base_steps: int = 0  # of `build_base`
+
+
+def chain_values(on_track: Tensor, slips: Tensor | float) -> Tensor:
+    """Return V before each step of a scripted chain, whose step is wrong with probability ε, uniformly.
+
+        Q_t = Π_{k≥t} (1 − 10·ε_k/9),   V = 0.1 + 0.9·Q_t on track, 0.1 − 0.1·Q_t off it
+
+    Args:
+        on_track: (B, T) bool, whether the last digit so far is right.
+        slips: ε, broadcast to (B, T).
+    """
+    kept = 1 - 10 / 9 * torch.as_tensor(slips, dtype=torch.float64).expand(on_track.shape)
+    remaining = kept.flip(1).cumprod(dim=1).flip(1)
+    return torch.where(on_track, 0.1 + 0.9 * remaining, 0.1 - 0.1 * remaining)
+
+
+def chain_answer(start: int, step: int, length: int = CHAIN_TOKENS) -> str:
+    return "".join(str((start + step * n) % 10) for n in range(1, length + 1))
+
+
+def chain_rows() -> tuple[list[Row], list[Row]]:
+    pairs = [(a, d) for a in range(10) for d in range(1, 10)]
+    rows = [{"prompt": f"{a}+{d}=", "answer": chain_answer(a, d)} for a, d in pairs]
+    return rows * 4, rows * 3
+
+
+def draw_chain(row: Row, rng: random.Random) -> str:
+    """Count on from the last digit, right or not; each step is wrong with probability ε, uniformly."""
+    digit, step, text = int(row["prompt"][0]), int(row["prompt"][2]), ""
+    for _ in row["answer"]:
+        digit = (digit + step) % 10
+        if rng.random() < CHAIN_SLIPS:
+            digit = (digit + rng.randrange(1, 10)) % 10
+        text += str(digit)
+    return text
+
+
+def score_chain(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+    return [float(len(c) == len(a) and c[-1] == a[-1]) for c, a in zip(completions, answer, strict=True)]
+
+
+def right_tokens(completions: list[str], answers: list[str], width: int) -> Tensor:
+    """Return which characters equal the answer's, (B, width) bool."""
+    padded = [(c.ljust(width), a.ljust(width)) for c, a in zip(completions, answers, strict=True)]
+    return torch.tensor([[x == y for x, y in zip(*pair, strict=True)] for pair in padded])
+
+
+def exact_chain(rollout: Rollout, completions: list[str]) -> tuple[Tensor, Tensor]:
+    """Return V of a scripted chain that slips as often as this rollout did, an approximation of the policy's own."""
+    answers = [chain_answer(int(c[0]), int(c[2])) for c in completions]
+    given = [c[4:] for c in completions]
+    right = right_tokens(given, answers, rollout.mask.shape[1])
+    before = torch.cat([torch.ones(len(right), 1, dtype=torch.bool), right[:, :-1]], dim=1)
+    slips = (right != before).double().mean() if len(right) else torch.tensor(0.0)
+    return chain_values(before, float(slips)), rollout.mask
+
+
+def delayed_rows() -> tuple[list[Row], list[Row]]:
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(max(a, b))} for a in range(10) for b in range(10) if a != b]
+    return rows * 4, rows * 3
+
+
+def draw_delayed(row: Row, rng: random.Random) -> str:
+    """Give the larger digit with probability 0.2, the smaller one with 0.5, else another; then low or high digits.
+
+    They are low after the larger digit, so a critic can read the outcome from any of them. The score ignores them.
+    """
+    small, large = sorted((int(row["prompt"][0]), int(row["prompt"][2])))
+    others = [n for n in range(10) if n not in (small, large)]
+    first = rng.choices([large, small, rng.choice(others)], [0.2, 0.5, 0.3])[0]
+    return str(first) + "".join(rng.choice("01234" if first == large else "56789") for _ in range(DELAYED_TOKENS - 1))
+
+
+def score_delayed(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+    return [float(c[:1] == a) for c, a in zip(completions, answer, strict=True)]
+
+
+def exact_delayed(rollout: Rollout, completions: list[str]) -> tuple[Tensor, Tensor]:
+    """Return V after the first token, 1 if it is right; before it, V = π(right) is left out."""
+    after = rollout.mask.clone()
+    after[:, 0] = False
+    return rollout.scores[:, None].double().expand(rollout.mask.shape), after
+
+
+def arithmetic_rows() -> tuple[list[Row], list[Row]]:
+    files = (RECIPE / "train.jsonl", RECIPE / "test.jsonl")
+    train, test = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
+    return train, test
+
+
+STEPS = {"num_ppo_epochs": 1, "num_mini_batches": 4, "per_device_eval_batch_size": 512, "total_episodes": 2560}
+SHORT = {**STEPS, "per_device_train_batch_size": 32, "learning_rate": 1e-3, "max_completion_length": 12}
+LONG = {**STEPS, "per_device_train_batch_size": 16}  # 40 rollouts of 64 completions
+CHAIN = {**LONG, "learning_rate": 1e-3, "max_completion_length": CHAIN_TOKENS}
+DELAYED = {**LONG, "learning_rate": 2e-3, "max_completion_length": DELAYED_TOKENS}
+
+TASKS = {
+    "sums": Task(SHORT, arithmetic.right_answer, arithmetic_rows),
+    "chain": Task(CHAIN, score_chain, chain_rows, draw_chain, exact_chain, base_steps=700),
+    "delayed": Task(DELAYED, score_delayed, delayed_rows, draw_delayed, exact_delayed, base_steps=1200),
+}
+
+
+def build_base(task: Task, folder: Path) -> None:
+    """Train a Llama of 2 layers on the task's sloppy completions."""
+    torch.manual_seed(0)
+    rng, tokenizer = random.Random(0), builder.character_tokenizer()
+    model, rows = builder.small_llama(tokenizer, 64, 2), task.rows()[0]
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=task.base_steps)
+    for step in range(task.base_steps):
+        chosen = rng.sample(rows, 48)
+        ids = tokenizer([r["prompt"] + task.draw(r, rng) for r in chosen], return_tensors="pt")["input_ids"]
+        labels = ids.clone()
+        labels[:, : len(chosen[0]["prompt"])] = -100
+        output, first = model(input_ids=ids, labels=labels), len(chosen[0]["prompt"])
+        # The first two tokens count as much as all others: in "delayed" all there is to learn is in them.
+        early = output.logits[:, first - 1 : first + 1].flatten(0, 1), ids[:, first : first + 2].flatten()
+        loss = output.loss + torch.nn.functional.cross_entropy(*early)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        if step % 100 == 99:
+            print(f"base: step {step + 1}, loss {loss.item():.4f}", flush=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def datasets(task: Task, with_answer: bool) -> tuple[Dataset, Dataset]:
+    """Return the rows for training, with the answer for the critic if asked, and for the evaluation."""
+    train, test = task.rows()
+    shown = [row | {"critic_prompt": row["answer"] + row["prompt"]} for row in train] if with_answer else train
+    return Dataset.from_list(shown), Dataset.from_list(test)
