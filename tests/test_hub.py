@@ -23,6 +23,7 @@ MODEL = {
 STATE = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "ppo_state_0.json", "manifest.json"}
 CHECKPOINT = MODEL | STATE | {"ppo_state_0.safetensors"}  # the last one within a rollout only
 CURVES = {"metrics.jsonl"}  # of every run, beside pictures
+PICTURES = ("run.html", "reward.svg")  # the second if rewards were logged
 WEIGHTS = ("adapter_model.safetensors", "critic/critic.safetensors")
 PROGRESS = "Training in progress, step "
 
@@ -111,7 +112,7 @@ def below(folder: str, names: set[str]) -> set[str]:
 )
 def test_what_each_strategy_pushes(runs, hub, strategy, files, commits):
     repo = f"someone/{strategy}"
-    assert {name for name in hub.files(repo) if not name.endswith("run.html")} == files | CURVES
+    assert {name for name in hub.files(repo) if not name.endswith(PICTURES)} == files | CURVES
     assert hub.messages(repo)[1:] == commits
     for name in MODEL - {"README.md"}:
         assert hub.files(repo)[name] == (runs / strategy / name).read_bytes(), name
@@ -190,6 +191,6 @@ def test_a_hub_that_is_down(runs, hub, loaded):
     assert "A push to someone/down failed" in log
     assert f"The push to someone/down failed. The model is in {runs / 'down'}" in loaded["error"]
     found = {str(path.relative_to(runs / "down")) for path in (runs / "down").rglob("*") if path.is_file()}
-    kept = {name for name in found if not name.startswith("checkpoint-") and not name.endswith("run.html")}
+    kept = {name for name in found if not name.startswith("checkpoint-") and not name.endswith(PICTURES)}
     assert kept == MODEL | CURVES
     assert "4 optimizer steps." in (runs / "down/README.md").read_text()

@@ -6,6 +6,7 @@ that was added by hand.
 
 import html
 import json
+import math
 import re
 from dataclasses import fields
 from importlib.metadata import version
@@ -14,7 +15,7 @@ from typing import Any, TypeGuard, cast
 
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.constants import REPOCARD_NAME
-from huggingface_hub.utils import yaml_dump
+from huggingface_hub.utils import HFValidationError, validate_repo_id, yaml_dump
 from transformers import Trainer, TrainerState
 from transformers.modelcard import TrainingSummary
 
@@ -24,7 +25,7 @@ from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.critic import CRITIC_FOLDER
 from hfppo.support.log_entries import numbers_of
 
-REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+REWARD_CURVE = "reward.svg"
 TEMPLATE = Path(__file__).with_name("card_template.md")
 TAGS = ("ppo", "hfppo", "reinforcement-learning", "generated_from_trainer", "transformers")
 PACKAGES = ("transformers", "peft", "accelerate", "torch", "datasets")
@@ -55,7 +56,10 @@ def write_card(
     path, method = folder / REPOCARD_NAME, model.active_peft_config.peft_type.value
     before = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict() if path.is_file() else {}
     data = build_metadata(before, name, method, given, model.config.name_or_path, ask_hub)
+    configuration = yaml_dump(changed_settings(args)).strip()
     folder.mkdir(parents=True, exist_ok=True)
+    if curve := draw_reward(state.log_history):
+        (folder / REWARD_CURVE).write_text(curve, encoding="utf-8")
     card = ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
@@ -75,10 +79,30 @@ def write_card(
         global_step=state.global_step,
         best_step=best_step(state, args),
         rewards=reward_weights,
-        configuration=yaml_dump(changed_settings(args)).strip(),
+        configuration=configuration,
+        fence="`" * (3 + configuration.count("`")),  # longer than any fence inside
         versions=installed_versions(),
+        curve=REWARD_CURVE if curve else None,
     )
     card.save(path)
+
+
+def draw_reward(history: list[dict[str, float]]) -> str | None:
+    """Return the reward by optimizer steps as an SVG picture; None without two finite rewards that differ."""
+    numbers = [(x["step"], x["reward"]) for x in map(numbers_of, history) if math.isfinite(x.get("reward", math.nan))]
+    steps, rewards = zip(*numbers, strict=True) if numbers else ((), ())
+    if len(set(steps)) < 2 or len(set(rewards)) < 2:
+        return None
+    low, high, first, last = min(rewards), max(rewards), min(steps), max(steps)
+    points = (
+        f"{60 + 520 * (x - first) / (last - first):.1f},{150 - 130 * (y - low) / (high - low):.1f}" for x, y in numbers
+    )
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 180" font-family="sans-serif" font-size="12">'
+        f'<g fill="gray"><text x="2" y="24">{high:.3g}</text><text x="2" y="154">{low:.3g}</text>'
+        f'<text x="60" y="172">reward per completion, steps {first} to {last}</text></g>'
+        f'<polyline fill="none" stroke="#2b74be" stroke-width="2" points="{points}"/></svg>'
+    )
 
 
 def installed_versions() -> dict[str, str]:
@@ -129,7 +153,13 @@ def build_metadata(
 
 def is_repository(name: object) -> TypeGuard[str]:
     """Return whether a name may be a Hub repository: it has the right form and is not a local folder."""
-    return isinstance(name, str) and bool(REPOSITORY.fullmatch(name)) and not Path(name).is_dir()
+    if not isinstance(name, str) or not name or Path(name).is_dir():
+        return False
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
 
 
 def as_list(value: str | list[str] | None) -> list[str]:
