@@ -15,7 +15,7 @@ from typing import Any, TypeGuard, cast
 
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.constants import REPOCARD_NAME
-from huggingface_hub.utils import yaml_dump
+from huggingface_hub.utils import HFValidationError, validate_repo_id, yaml_dump
 from transformers import Trainer, TrainerState
 from transformers.modelcard import TrainingSummary
 
@@ -25,7 +25,6 @@ from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.critic import CRITIC_FOLDER
 from hfppo.support.log_entries import numbers_of
 
-REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 REWARD_CURVE = "reward.svg"
 TEMPLATE = Path(__file__).with_name("card_template.md")
 TAGS = ("ppo", "hfppo", "reinforcement-learning", "generated_from_trainer", "transformers")
@@ -57,6 +56,7 @@ def write_card(
     path, method = folder / REPOCARD_NAME, model.active_peft_config.peft_type.value
     before = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict() if path.is_file() else {}
     data = build_metadata(before, name, method, given, model.config.name_or_path, ask_hub)
+    configuration = yaml_dump(changed_settings(args)).strip()
     folder.mkdir(parents=True, exist_ok=True)
     if curve := draw_reward(state.log_history):
         (folder / REWARD_CURVE).write_text(curve, encoding="utf-8")
@@ -79,7 +79,8 @@ def write_card(
         global_step=state.global_step,
         best_step=best_step(state, args),
         rewards=reward_weights,
-        configuration=yaml_dump(changed_settings(args)).strip(),
+        configuration=configuration,
+        fence="`" * (3 + configuration.count("`")),  # longer than any fence inside
         versions=installed_versions(),
         curve=REWARD_CURVE if curve else None,
     )
@@ -152,7 +153,13 @@ def build_metadata(
 
 def is_repository(name: object) -> TypeGuard[str]:
     """Return whether a name may be a Hub repository: it has the right form and is not a local folder."""
-    return isinstance(name, str) and bool(REPOSITORY.fullmatch(name)) and not Path(name).is_dir()
+    if not isinstance(name, str) or not name or Path(name).is_dir():
+        return False
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
 
 
 def as_list(value: str | list[str] | None) -> list[str]:
