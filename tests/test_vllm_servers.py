@@ -110,7 +110,7 @@ def test_a_lost_servers_rows_go_to_the_others(fakes, engine_of, monkeypatch, giv
 
 def test_without_any_server_the_run_ends(fakes, engine_of):
     first, second = fakes({"life": 0}, {"life": 0})
-    engine = engine_of([first, second], timeout=2.5)
+    engine = engine_of([first, second], timeout=1.0)
     engine.load(FIRST, None)
     with pytest.raises(ServerError, match=r"/v1/completions cannot be reached, after all retries"):
         complete(engine, [THREE, FOUR])
