@@ -211,11 +211,6 @@ class Eager(Counting):
     pass
 
 
-class More(Doors):
-    def close(self):
-        """Close the door."""
-
-
 @pytest.mark.parametrize(
     ("make", "scores"),
     [
@@ -230,13 +225,6 @@ def test_a_factory_may_make_objects_of_several_classes(play, make, scores):
     played = play(["1"], environment_factory=lambda: make()(), reward_funcs=None, config=config, count=None)
     assert played.rollout.scores.tolist() == scores
     assert scores in played.transcript.scores.values()
-
-
-@pytest.mark.parametrize("classes", [(Doors, Counting), (Counting, Doors), (Doors, More)])
-def test_a_factory_of_objects_with_other_tools_is_refused(play, classes):
-    made = cycle(classes)
-    with pytest.raises(TypeError, match=f"{classes[1].__name__}.*{classes[0].__name__}"):
-        play(["1"], environment_factory=lambda: next(made)(), count=None)
 
 
 BARE_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{{ '<eos>' if m['role'] == 'assistant' }}{% endfor %}"

@@ -108,14 +108,12 @@ def test_a_lost_servers_rows_go_to_the_others(fakes, engine_of, monkeypatch, giv
     assert all(len(server.completed) > count for server, count in zip(lost, before, strict=True))
 
 
-def test_without_any_server_the_error_names_all(fakes, engine_of):
+def test_without_any_server_the_run_ends(fakes, engine_of):
     first, second = fakes({"life": 0}, {"life": 0})
-    engine = engine_of([first, second], timeout=2.5)
+    engine = engine_of([first, second], timeout=1.0)
     engine.load(FIRST, None)
-    with pytest.raises(ServerError, match=r"/v1/completions cannot be reached, after all retries") as error:
+    with pytest.raises(ServerError, match=r"/v1/completions cannot be reached, after all retries"):
         complete(engine, [THREE, FOUR])
-    (note,) = error.value.__notes__
-    assert note == f"It was the last of vllm_server_base_url: {', '.join(sorted([first.url, second.url]))}"
 
 
 def test_servers_change_no_run(make_trainer, fakes, tmp_path):

@@ -39,8 +39,7 @@ class EnvironmentPool:
 
     def __init__(self, name: str, factory: EnvironmentFactory | None, tools: Mapping[str, Tool]):
         self.name, self.factory = name, factory
-        self.first: Environment = None  # the first instance; the later ones offer the same to the model
-        self.first = self.make()
+        self.first = self.make()  # the later instances offer the same to the model
         self.schemas = self.describe(tools, tools_of(self.first))
         self.idle = [self.first]  # instances that no episode uses; no thread may still use them
 
@@ -52,24 +51,13 @@ class EnvironmentPool:
         """Return a new instance.
 
         Raises:
-            TypeError: the factory cannot be called, or makes an object without `reset` or unlike the first.
+            TypeError: the factory cannot be called, or makes an object without `reset`.
         """
         if self.factory is None:
             return None
-        if not callable(self.factory):
-            raise TypeError(
-                f"{self.name} is a {type(self.factory).__name__}, which cannot be called; pass the class, or a "
-                "function that makes an environment"
-            )
-        environment, first = finish_within(None, "", self.factory), self.first
-        made = f"{self.name} made a {type(environment).__name__}"
+        environment = finish_within(None, "", self.factory)
         if not callable(getattr(environment, "reset", None)):
-            raise TypeError(f"{made}, which has no method reset(**row)")
-        if first is not None and offered_by(environment) != offered_by(first):
-            raise TypeError(
-                f"{made} with {offered_by(environment)} after a {type(first).__name__} with {offered_by(first)}; pass "
-                "a mapping with a factory for each"
-            )
+            raise TypeError(f"{self.name} made a {type(environment).__name__}, which has no method reset(**row)")
         return environment
 
     def describe(self, tools: Mapping[str, Tool], methods: Mapping[str, Tool]) -> list[Schema]:
@@ -121,16 +109,11 @@ class Agents:
         Args:
             name: the dataset's name in errors.
         Raises:
-            ValueError: a row has no environment, or an unknown one.
+            ValueError: a row has no environment, an unknown one, or tools of its own.
         """
         if "tools" in dataset.column_names and self.tools:
             raise ValueError(
                 f"{name} has a column 'tools', but the trainer has an argument tools; leave one of them out"
-            )
-        if self.by_column and COLUMN not in dataset.column_names:
-            raise ValueError(
-                f"{name} has no column {COLUMN!r}, but environment_factory is a mapping; add the column, or pass one "
-                "factory"
             )
         names = list(dataset[COLUMN]) if self.by_column else [None] * len(dataset)
         for row, of_row in enumerate(names):
@@ -173,11 +156,6 @@ def load_agents(
     with_tools = any(pool.schemas for pool in pools.values())
     chat_format = make_chat_format(tokenizer, eos_ids, options, with_tools)
     return Agents(by_name, pools, chat_format, isinstance(environment_factory, Mapping))
-
-
-def offered_by(environment: Environment) -> str:
-    """Return what an environment offers to the model, in words."""
-    return "whole turns" if isinstance(environment, TextEnvironment) else f"tools {[*tools_of(environment)]}"
 
 
 def named_tools(tools: Sequence[Tool]) -> dict[str, Tool]:

@@ -274,11 +274,10 @@ def start_rank(peft_config: PeftConfig) -> int:
         raise ValueError(f"use_vllm=True serves LoRA, not {name}; use peft.LoraConfig, or set use_vllm=False")
     for field in UNSERVED:
         if value := getattr(peft_config, field, None):
-            experts = field == "target_parameters"
-            way_out = (
-                "name only the attention's layers in target_modules" if experts else "leave it out of peft_config"
+            raise ValueError(
+                f"vLLM cannot serve an adapter with {field}={value!r}; leave it out of peft_config, or set "
+                "use_vllm=False"
             )
-            raise ValueError(f"vLLM cannot serve an adapter with {field}={value!r}; {way_out}, or set use_vllm=False")
     if peft_config.r > RANKS[-1]:
         raise ValueError(f"vLLM serves ranks up to {RANKS[-1]}, the adapter has r={peft_config.r}; lower it")
     return next(possible for possible in RANKS if possible >= peft_config.r)

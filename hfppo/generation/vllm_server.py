@@ -86,11 +86,8 @@ class ServerEngine(Engine):
         is_last = self._up == [server]
         try:
             return await server.complete(bodies, adapter, patient=is_last)
-        except Unavailable as error:
+        except Unavailable:
             if is_last:
-                if len(self.servers) > 1:
-                    names = ", ".join(sorted(server.name for server in self.servers))
-                    error.add_note(f"It was the last of vllm_server_base_url: {names}")
                 raise
             if server in self._up and len(self._up) > 1:  # two may be lost at once
                 self._up.remove(server)
