@@ -58,6 +58,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "Dr. GRPO, twice": {**DR_GRPO, **GROUPS, "total_episodes": 5120},
     "REINFORCE++, twice": {"advantage_estimator": "reinforce_plus_plus", "total_episodes": 5120},
     # One part of the recipes alone.
+    "PPO, α 1.5": {"lam_alpha": 1.5},
     "PPO 1, bounded": {"lam": 1.0, "value_range": [0.0, 1.0]},
     "PPO 1, dppo": {"lam": 1.0, "policy_loss": "dppo"},
     "PPO 1, dis": {"lam": 1.0, "policy_loss": "dis", "cliprange": 0.3, "cliprange_high": 5.0},
@@ -67,12 +68,12 @@ NO_ATTENTION = {"SAO": ["gate_proj", "up_proj", "down_proj"]}  # the layers that
 
 # Methods without runs of seed 0 take another's rate.
 LIKE = {"PACT without ratio": "PACT", "VAPO": "PPO .95", "BPCO + answer": "BPCO", "PPO 1, dppo": "PPO 1"}
-LIKE |= {"PPO 1, dis": "PPO 1", "PPO 1, bounded": "PPO 1", "RLOO": "Dr. GRPO"}
+LIKE |= {"PPO, α 1.5": "PPO 1", "PPO 1, dis": "PPO 1", "PPO 1, bounded": "PPO 1", "RLOO": "Dr. GRPO"}
 LIKE |= {"Dr. GRPO, twice": "Dr. GRPO", "REINFORCE++, twice": "REINFORCE++"}
 BASELINE = "REINFORCE++"  # which the report compares the others with
 CLAIMS = [("PPO 1", "PPO .95"), ("BPCO", "PPO 1"), ("PACT", "PPO 1"), ("SAO", "PPO 1"), ("VAPO", "PPO .95")]
 CLAIMS += [("Dr. GRPO", "PPO 1"), ("RLOO", "Dr. GRPO"), ("PPO 1, bounded", "PPO 1"), ("BPCO + answer", "BPCO")]
-CLAIMS += [("PACT", "PACT without ratio"), ("PPO 1, dppo", "PPO 1"), ("PPO 1, dis", "PPO 1")]
+CLAIMS += [("PPO, α 1.5", "PPO 1"), ("PACT", "PACT without ratio"), ("PPO 1, dppo", "PPO 1"), ("PPO 1, dis", "PPO 1")]
 CLAIMS += [("REINFORCE++, twice", "PPO 1"), ("REINFORCE++, twice", "PACT"), ("Dr. GRPO, twice", "PPO 1")]
 QUICK = "sums", "REINFORCE++"
 
