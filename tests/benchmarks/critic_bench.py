@@ -319,39 +319,44 @@ def report(lines: list[dict[str, Any]]) -> str:
     runs = reported(lines)
     head = ["task", "method", "rate", "seeds", "sampled", "p", "greedy", "at equal compute", "operations, 1e11"]
     head += ["processor s", "EV of thirds", "outside", "error to V"]
-    rows = [head, ["---"] * len(head)]
+    rows = [head]
     for task in TASKS:
         ours = {method: runs[task, method] for method in METHODS if runs[task, method]}
         budget = min((x["operations"] for found in ours.values() for x in found), default=0.0)
         against = [x["after"]["sampled"] for x in ours.get(BASELINE, [])]
         rows += [row_of(task, method, found, budget, against) for method, found in ours.items()]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return table(rows)
+
+
+def table(rows: list[list[str]]) -> str:
+    """Return rows of cells in Markdown; the first is the header."""
+    lines = [f"| {' | '.join(row)} |\n" for row in rows]
+    return "".join([lines[0], f"|{'---|' * len(rows[0])}\n", *lines[1:]])
 
 
 def claims(lines: list[dict[str, Any]]) -> str:
     """Return the differences of `CLAIMS` in the share right after the run, with their permutation tests."""
-    rows = ["| task | staleness | first − second | difference | p |\n| --- | --- | --- | --- | --- |\n"]
+    rows = [["task", "staleness", "first − second", "difference", "p"]]
     for staleness in sorted({x["staleness"] for x in lines}):
         runs = reported(lines, staleness)
         for task, pair in product(TASKS, CLAIMS):
             a, b = ([x["after"]["sampled"] for x in runs[task, method]] for method in pair)
             if a and b:
-                cells = [task, f"{staleness}", " − ".join(pair), f"{mean(a) - mean(b):+.3f}", f"{p_value(a, b):.3f}"]
-                rows.append(f"| {' | '.join(cells)} |\n")
-    return "".join(rows)
+                difference = f"{mean(a) - mean(b):+.3f}"
+                rows.append([task, f"{staleness}", " − ".join(pair), difference, f"{p_value(a, b):.3f}"])
+    return table(rows)
 
 
 def short_report(lines: list[dict[str, Any]]) -> str:
-    """Return the page's table: share right after the run and, at equal compute, during it, by task."""
+    """Return the page's table: methods that ran on several tasks, without those that change one part."""
     runs = reported(lines)
     rows = [["method", *(f"{task}, {x}" for task in TASKS for x in ("end", "p", "equal compute"))]]
-    rows.append(["---"] * len(rows[0]))
     cells = {tuple(x.strip("| ").split(" | ")[:2]): x.strip("| ").split(" | ") for x in report(lines).splitlines()}
     for method in METHODS:
         found = [cells.get((task, method), ["–"] * 8) for task in TASKS]
-        if any((task, method) in runs for task in TASKS):
-            rows.append([method, *(x[column] for x in found for column in (4, 5, 7))])
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+        if sum((task, method) in runs for task in TASKS) > 1 and not method.startswith(("PPO,", "PPO 1,")):
+            rows.append([method, *(x[column].replace(" ", "") for x in found for column in (4, 5, 7))])
+    return table(rows)
 
 
 def row_of(task: str, method: str, found: list[dict[str, Any]], budget: float, against: list[float]) -> list[str]:
