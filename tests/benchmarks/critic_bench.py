@@ -15,7 +15,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import combinations, product
 from statistics import mean, stdev
 from typing import Any, NamedTuple
@@ -33,6 +32,7 @@ RESULTS = REPOSITORY / "docs" / "notes" / "critic_bench.jsonl"
 HEADS = REPOSITORY / "docs" / "notes" / "critic_heads.jsonl"
 FIGURE = REPOSITORY / "docs" / "images" / "which_critic.svg"
 BASES = REPOSITORY / "out" / "critic_bench"
+EXPLAINED = "ev", "ev_first", "ev_middle", "ev_last"
 PARTS = 10  # of a run, whose means are kept
 
 RECIPES = {x.stem: yaml.safe_load(x.read_text()) for x in (REPOSITORY / "recipes" / "critics").glob("*.yaml")}
@@ -88,23 +88,16 @@ class Key(NamedTuple):
     staleness: int = 0  # rollouts by which the sampler's policy is older
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Numbers by which operations are counted."""
-
-    trunk: int  # weights of a token's pass, without embeddings
-    head: int  # of the output head
-
-
-def operations(args: PPOConfig, sizes: Sizes, tokens: dict[str, int], rollouts: int) -> float:
+def operations(args: PPOConfig, sizes: tuple[int, int], tokens: dict[str, int], rollouts: int) -> float:
     """Return the operations of a run: 2 per weight and token forward, as much again for a frozen weight's backward.
 
     Args:
+        sizes: weights of the trunk without embeddings, and of the output head.
         tokens: "prompt", "critic_prompt" and "completion" of the whole run; a prompt counts per completion.
         rollouts: their number, warm-up included.
     """
-    actor, critic = (2 * sizes.trunk * (tokens[p] + tokens["completion"]) for p in ("prompt", "critic_prompt"))
-    actor += 2 * sizes.head * tokens["completion"]
+    actor, critic = (2 * sizes[0] * (tokens[p] + tokens["completion"]) for p in ("prompt", "critic_prompt"))
+    actor += 2 * sizes[1] * tokens["completion"]
     has_critic, steps = args.advantage_estimator == "gae", 1 - args.critic_warmup / rollouts
     passes = 1 + (args.policy_mode != "bypass") + 2 * args.num_ppo_epochs * steps
     passes += args.critic_update == "policy_aligned"
@@ -120,14 +113,13 @@ class Measure(PPOCallback):
         self.found: dict[str, list[float]] = defaultdict(list)
 
     def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, **kwargs):
-        mask, found = rollout.mask, dict(metrics)
+        mask = rollout.mask
         self.tokens["prompt"] += int(rollout.prompt_mask.sum())
         self.tokens["critic_prompt"] += int(rollout.read_by_critic[1].sum())
         self.tokens["completion"] += int(mask.sum())
         numbers = {"reward": float(rollout.scores.mean()), "advantage_max": float(rollout.advantages.abs().max())}
-        for part in ("", "_first", "_middle", "_last"):
-            if (name := f"value/explained_variance{part}") in found:
-                numbers[f"ev{part}"] = found[name]
+        parts = {x: f"value/explained_variance{x.removeprefix('ev')}" for x in EXPLAINED}
+        numbers |= {name: metrics[key] for name, key in parts.items() if key in metrics}
         if rollout.values is not None:
             outside = (rollout.values < -1e-4) | (rollout.values > 1 + 1e-4)
             numbers["outside"] = float(outside[mask].float().mean())
@@ -147,11 +139,8 @@ class Measure(PPOCallback):
 
     def summary(self) -> dict[str, list[float]]:
         """Return the means of `PARTS` parts of the run; a NaN is left out."""
-        means = {}
-        for name, x in self.found.items():
-            pieces = torch.tensor(x).tensor_split(PARTS)
-            means[name] = [float(f"{float(piece.nanmean()):.4g}") for piece in pieces]
-        return means
+        pieces = {name: torch.tensor(x).tensor_split(PARTS) for name, x in self.found.items()}
+        return {name: [float(f"{x.nanmean():.4g}") for x in parts] for name, parts in pieces.items()}
 
 
 class StaleSampler:
@@ -169,18 +158,16 @@ class StaleSampler:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        if self.fresh:
-            with self.sampler.ready():
-                yield
-            return
         parameters = self.model.actor_parameters()
-        self.past.append([p.detach().clone() for p in parameters])
-        put(parameters, self.past[0])
+        now = [p.detach().clone() for p in parameters]
+        if not self.fresh:
+            self.past.append(now)
+            put(parameters, self.past[0])
         try:
             with self.sampler.ready():
                 yield
         finally:
-            put(parameters, self.past[-1])
+            put(parameters, now)
 
 
 @torch.no_grad()
@@ -200,9 +187,7 @@ class BenchTrainer(PPOTrainer):
     def accuracy(self, do_sample: bool) -> float:
         self.collector.sampler.fresh = True
         with self.eval_sampling(do_sample):
-            reward = self.evaluate()["eval_reward"]
-        self.collector.sampler.fresh = False
-        return round(reward, 4)
+            return round(self.evaluate()["eval_reward"], 4)
 
 
 def base_of(name: str) -> str:
@@ -244,7 +229,7 @@ def run(key: Key) -> dict[str, Any]:
         trainer.remove_callback(PrinterCallback)
         sizes = sizes_of(trainer.model.causal_lm.config)
         before = {"sampled": trainer.accuracy(True), "greedy": trainer.accuracy(False)}
-        began = time.process_time()
+        trainer.collector.sampler.fresh, began = False, time.process_time()
         trainer.train()
         seconds = time.process_time() - began
         rollouts = len(measure.found["reward"])
@@ -260,10 +245,10 @@ def run(key: Key) -> dict[str, Any]:
         }
 
 
-def sizes_of(config: Any) -> Sizes:
+def sizes_of(config: Any) -> tuple[int, int]:
     """Return the sizes of a Llama without grouped queries."""
     per_layer = 4 * config.hidden_size**2 + 3 * config.hidden_size * config.intermediate_size
-    return Sizes(config.num_hidden_layers * per_layer, config.hidden_size * config.vocab_size)
+    return config.num_hidden_layers * per_layer, config.hidden_size * config.vocab_size
 
 
 def read() -> list[dict[str, Any]]:
@@ -286,12 +271,9 @@ def chosen_rate(lines: list[dict[str, Any]], task: str, method: str) -> float:
 
 def p_value(a: list[float], b: list[float]) -> float:
     """Return the share of all ways to divide the numbers whose means differ at least as much: a permutation test."""
-    together, total = [*a, *b], sum(a) + sum(b)
-    observed = abs(mean(a) - mean(b))
-    found = []
-    for chosen in combinations(together, len(a)):
-        found.append(abs(sum(chosen) / len(a) - (total - sum(chosen)) / len(b)) >= observed - 1e-12)
-    return sum(found) / len(found)
+    total, observed = sum(a) + sum(b), abs(mean(a) - mean(b))
+    parts = [sum(chosen) for chosen in combinations([*a, *b], len(a))]
+    return mean(abs(x / len(a) - (total - x) / len(b)) >= observed - 1e-12 for x in parts)
 
 
 def with_error(numbers: list[float], digits: int = 3) -> str:
@@ -370,8 +352,7 @@ def row_of(task: str, method: str, found: list[dict[str, Any]], budget: float, a
     cells = [task, method, f"{found[0]['rate']:g}", f"{len(found)}", with_error(sampled), p]
     cells += [with_error([x["after"]["greedy"] for x in found]), with_error([score_at(x, budget) for x in found])]
     cells += [f"{mean(x['operations'] for x in found) / 1e11:.1f}", f"{mean(x['seconds'] for x in found):.0f}"]
-    thirds = " ".join(whole(f"ev_{part}") for part in ("first", "middle", "last"))
-    return [*cells, thirds if "ev" in found[0] else "–", whole("outside"), whole("v_error")]
+    return [*cells, " ".join(map(whole, EXPLAINED[1:])), whole("outside"), whole("v_error")]
 
 
 def draw(lines: list[dict[str, Any]]) -> None:
