@@ -38,7 +38,7 @@ def test_scores_of_the_long_tasks():
 
 
 def test_operations_count_critic_and_passes(tmp_path):
-    sizes, tokens = bench.Sizes(trunk=10, head=1), {"prompt": 2, "critic_prompt": 4, "completion": 3}
+    sizes, tokens = (10, 1), {"prompt": 2, "critic_prompt": 4, "completion": 3}
     actor, critic = 2 * 10 * 5 + 2 * 3, 2 * 10 * 7
 
     def count(method: str) -> float:
@@ -73,4 +73,5 @@ def test_report_compares_at_equal_compute_and_by_claims():
     assert (plain[4], plain[5], plain[7]) == ("0.500 ± 0.000", "–", "0.500 ± 0.000")  # half of its run
     worse = [{**x, "method": "PPO .95"} for x in both[:2]]
     assert bench.claims(both + worse).splitlines()[2:] == ["| sums | 0 | PPO 1 − PPO .95 | +0.200 | 0.333 |"]
-    assert "| PPO 1 | 0.700 ± 0.000 | 0.333 | 0.900 ± 0.000 | –" in bench.short_report(both)
+    both += [{**x, "task": "chain"} for x in both]
+    assert "| PPO 1 | 0.700±0.000 | 0.333 | 0.900±0.000 | 0.700±0.000 | 0.333" in bench.short_report(both)

@@ -15,7 +15,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import combinations, product
 from statistics import mean, stdev
 from typing import Any, NamedTuple
@@ -33,6 +32,7 @@ RESULTS = REPOSITORY / "docs" / "notes" / "critic_bench.jsonl"
 HEADS = REPOSITORY / "docs" / "notes" / "critic_heads.jsonl"
 FIGURE = REPOSITORY / "docs" / "images" / "which_critic.svg"
 BASES = REPOSITORY / "out" / "critic_bench"
+EXPLAINED = "ev", "ev_first", "ev_middle", "ev_last"
 PARTS = 10  # of a run, whose means are kept
 
 RECIPES = {x.stem: yaml.safe_load(x.read_text()) for x in (REPOSITORY / "recipes" / "critics").glob("*.yaml")}
@@ -58,6 +58,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "Dr. GRPO, twice": {**DR_GRPO, **GROUPS, "total_episodes": 5120},
     "REINFORCE++, twice": {"advantage_estimator": "reinforce_plus_plus", "total_episodes": 5120},
     # One part of the recipes alone.
+    "PPO, α 1.5": {"lam_alpha": 1.5},
     "PPO 1, bounded": {"lam": 1.0, "value_range": [0.0, 1.0]},
     "PPO 1, dppo": {"lam": 1.0, "policy_loss": "dppo"},
     "PPO 1, dis": {"lam": 1.0, "policy_loss": "dis", "cliprange": 0.3, "cliprange_high": 5.0},
@@ -67,12 +68,12 @@ NO_ATTENTION = {"SAO": ["gate_proj", "up_proj", "down_proj"]}  # the layers that
 
 # Methods without runs of seed 0 take another's rate.
 LIKE = {"PACT without ratio": "PACT", "VAPO": "PPO .95", "BPCO + answer": "BPCO", "PPO 1, dppo": "PPO 1"}
-LIKE |= {"PPO 1, dis": "PPO 1", "PPO 1, bounded": "PPO 1", "RLOO": "Dr. GRPO"}
+LIKE |= {"PPO, α 1.5": "PPO 1", "PPO 1, dis": "PPO 1", "PPO 1, bounded": "PPO 1", "RLOO": "Dr. GRPO"}
 LIKE |= {"Dr. GRPO, twice": "Dr. GRPO", "REINFORCE++, twice": "REINFORCE++"}
 BASELINE = "REINFORCE++"  # which the report compares the others with
 CLAIMS = [("PPO 1", "PPO .95"), ("BPCO", "PPO 1"), ("PACT", "PPO 1"), ("SAO", "PPO 1"), ("VAPO", "PPO .95")]
 CLAIMS += [("Dr. GRPO", "PPO 1"), ("RLOO", "Dr. GRPO"), ("PPO 1, bounded", "PPO 1"), ("BPCO + answer", "BPCO")]
-CLAIMS += [("PACT", "PACT without ratio"), ("PPO 1, dppo", "PPO 1"), ("PPO 1, dis", "PPO 1")]
+CLAIMS += [("PPO, α 1.5", "PPO 1"), ("PACT", "PACT without ratio"), ("PPO 1, dppo", "PPO 1"), ("PPO 1, dis", "PPO 1")]
 CLAIMS += [("REINFORCE++, twice", "PPO 1"), ("REINFORCE++, twice", "PACT"), ("Dr. GRPO, twice", "PPO 1")]
 QUICK = "sums", "REINFORCE++"
 
@@ -87,23 +88,16 @@ class Key(NamedTuple):
     staleness: int = 0  # rollouts by which the sampler's policy is older
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Numbers by which operations are counted."""
-
-    trunk: int  # weights of a token's pass, without embeddings
-    head: int  # of the output head
-
-
-def operations(args: PPOConfig, sizes: Sizes, tokens: dict[str, int], rollouts: int) -> float:
+def operations(args: PPOConfig, sizes: tuple[int, int], tokens: dict[str, int], rollouts: int) -> float:
     """Return the operations of a run: 2 per weight and token forward, as much again for a frozen weight's backward.
 
     Args:
+        sizes: weights of the trunk without embeddings, and of the output head.
         tokens: "prompt", "critic_prompt" and "completion" of the whole run; a prompt counts per completion.
         rollouts: their number, warm-up included.
     """
-    actor, critic = (2 * sizes.trunk * (tokens[p] + tokens["completion"]) for p in ("prompt", "critic_prompt"))
-    actor += 2 * sizes.head * tokens["completion"]
+    actor, critic = (2 * sizes[0] * (tokens[p] + tokens["completion"]) for p in ("prompt", "critic_prompt"))
+    actor += 2 * sizes[1] * tokens["completion"]
     has_critic, steps = args.advantage_estimator == "gae", 1 - args.critic_warmup / rollouts
     passes = 1 + (args.policy_mode != "bypass") + 2 * args.num_ppo_epochs * steps
     passes += args.critic_update == "policy_aligned"
@@ -119,14 +113,13 @@ class Measure(PPOCallback):
         self.found: dict[str, list[float]] = defaultdict(list)
 
     def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, **kwargs):
-        mask, found = rollout.mask, dict(metrics)
+        mask = rollout.mask
         self.tokens["prompt"] += int(rollout.prompt_mask.sum())
         self.tokens["critic_prompt"] += int(rollout.read_by_critic[1].sum())
         self.tokens["completion"] += int(mask.sum())
         numbers = {"reward": float(rollout.scores.mean()), "advantage_max": float(rollout.advantages.abs().max())}
-        for part in ("", "_first", "_middle", "_last"):
-            if (name := f"value/explained_variance{part}") in found:
-                numbers[f"ev{part}"] = found[name]
+        parts = {x: f"value/explained_variance{x.removeprefix('ev')}" for x in EXPLAINED}
+        numbers |= {name: metrics[key] for name, key in parts.items() if key in metrics}
         if rollout.values is not None:
             outside = (rollout.values < -1e-4) | (rollout.values > 1 + 1e-4)
             numbers["outside"] = float(outside[mask].float().mean())
@@ -146,11 +139,8 @@ class Measure(PPOCallback):
 
     def summary(self) -> dict[str, list[float]]:
         """Return the means of `PARTS` parts of the run; a NaN is left out."""
-        means = {}
-        for name, x in self.found.items():
-            pieces = torch.tensor(x).tensor_split(PARTS)
-            means[name] = [float(f"{float(piece.nanmean()):.4g}") for piece in pieces]
-        return means
+        pieces = {name: torch.tensor(x).tensor_split(PARTS) for name, x in self.found.items()}
+        return {name: [float(f"{x.nanmean():.4g}") for x in parts] for name, parts in pieces.items()}
 
 
 class StaleSampler:
@@ -168,18 +158,16 @@ class StaleSampler:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        if self.fresh:
-            with self.sampler.ready():
-                yield
-            return
         parameters = self.model.actor_parameters()
-        self.past.append([p.detach().clone() for p in parameters])
-        put(parameters, self.past[0])
+        now = [p.detach().clone() for p in parameters]
+        if not self.fresh:
+            self.past.append(now)
+            put(parameters, self.past[0])
         try:
             with self.sampler.ready():
                 yield
         finally:
-            put(parameters, self.past[-1])
+            put(parameters, now)
 
 
 @torch.no_grad()
@@ -199,9 +187,7 @@ class BenchTrainer(PPOTrainer):
     def accuracy(self, do_sample: bool) -> float:
         self.collector.sampler.fresh = True
         with self.eval_sampling(do_sample):
-            reward = self.evaluate()["eval_reward"]
-        self.collector.sampler.fresh = False
-        return round(reward, 4)
+            return round(self.evaluate()["eval_reward"], 4)
 
 
 def base_of(name: str) -> str:
@@ -243,7 +229,7 @@ def run(key: Key) -> dict[str, Any]:
         trainer.remove_callback(PrinterCallback)
         sizes = sizes_of(trainer.model.causal_lm.config)
         before = {"sampled": trainer.accuracy(True), "greedy": trainer.accuracy(False)}
-        began = time.process_time()
+        trainer.collector.sampler.fresh, began = False, time.process_time()
         trainer.train()
         seconds = time.process_time() - began
         rollouts = len(measure.found["reward"])
@@ -259,10 +245,10 @@ def run(key: Key) -> dict[str, Any]:
         }
 
 
-def sizes_of(config: Any) -> Sizes:
+def sizes_of(config: Any) -> tuple[int, int]:
     """Return the sizes of a Llama without grouped queries."""
     per_layer = 4 * config.hidden_size**2 + 3 * config.hidden_size * config.intermediate_size
-    return Sizes(config.num_hidden_layers * per_layer, config.hidden_size * config.vocab_size)
+    return config.num_hidden_layers * per_layer, config.hidden_size * config.vocab_size
 
 
 def read() -> list[dict[str, Any]]:
@@ -285,12 +271,9 @@ def chosen_rate(lines: list[dict[str, Any]], task: str, method: str) -> float:
 
 def p_value(a: list[float], b: list[float]) -> float:
     """Return the share of all ways to divide the numbers whose means differ at least as much: a permutation test."""
-    together, total = [*a, *b], sum(a) + sum(b)
-    observed = abs(mean(a) - mean(b))
-    found = []
-    for chosen in combinations(together, len(a)):
-        found.append(abs(sum(chosen) / len(a) - (total - sum(chosen)) / len(b)) >= observed - 1e-12)
-    return sum(found) / len(found)
+    total, observed = sum(a) + sum(b), abs(mean(a) - mean(b))
+    parts = [sum(chosen) for chosen in combinations([*a, *b], len(a))]
+    return mean(abs(x / len(a) - (total - x) / len(b)) >= observed - 1e-12 for x in parts)
 
 
 def with_error(numbers: list[float], digits: int = 3) -> str:
@@ -318,39 +301,44 @@ def report(lines: list[dict[str, Any]]) -> str:
     runs = reported(lines)
     head = ["task", "method", "rate", "seeds", "sampled", "p", "greedy", "at equal compute", "operations, 1e11"]
     head += ["processor s", "EV of thirds", "outside", "error to V"]
-    rows = [head, ["---"] * len(head)]
+    rows = [head]
     for task in TASKS:
         ours = {method: runs[task, method] for method in METHODS if runs[task, method]}
         budget = min((x["operations"] for found in ours.values() for x in found), default=0.0)
         against = [x["after"]["sampled"] for x in ours.get(BASELINE, [])]
         rows += [row_of(task, method, found, budget, against) for method, found in ours.items()]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return table(rows)
+
+
+def table(rows: list[list[str]]) -> str:
+    """Return rows of cells in Markdown; the first is the header."""
+    lines = [f"| {' | '.join(row)} |\n" for row in rows]
+    return "".join([lines[0], f"|{'---|' * len(rows[0])}\n", *lines[1:]])
 
 
 def claims(lines: list[dict[str, Any]]) -> str:
     """Return the differences of `CLAIMS` in the share right after the run, with their permutation tests."""
-    rows = ["| task | staleness | first − second | difference | p |\n| --- | --- | --- | --- | --- |\n"]
+    rows = [["task", "staleness", "first − second", "difference", "p"]]
     for staleness in sorted({x["staleness"] for x in lines}):
         runs = reported(lines, staleness)
         for task, pair in product(TASKS, CLAIMS):
             a, b = ([x["after"]["sampled"] for x in runs[task, method]] for method in pair)
             if a and b:
-                cells = [task, f"{staleness}", " − ".join(pair), f"{mean(a) - mean(b):+.3f}", f"{p_value(a, b):.3f}"]
-                rows.append(f"| {' | '.join(cells)} |\n")
-    return "".join(rows)
+                difference = f"{mean(a) - mean(b):+.3f}"
+                rows.append([task, f"{staleness}", " − ".join(pair), difference, f"{p_value(a, b):.3f}"])
+    return table(rows)
 
 
 def short_report(lines: list[dict[str, Any]]) -> str:
-    """Return the page's table: share right after the run and, at equal compute, during it, by task."""
+    """Return the page's table: methods that ran on several tasks, without those that change one part."""
     runs = reported(lines)
     rows = [["method", *(f"{task}, {x}" for task in TASKS for x in ("end", "p", "equal compute"))]]
-    rows.append(["---"] * len(rows[0]))
     cells = {tuple(x.strip("| ").split(" | ")[:2]): x.strip("| ").split(" | ") for x in report(lines).splitlines()}
     for method in METHODS:
         found = [cells.get((task, method), ["–"] * 8) for task in TASKS]
-        if any((task, method) in runs for task in TASKS):
-            rows.append([method, *(x[column] for x in found for column in (4, 5, 7))])
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+        if sum((task, method) in runs for task in TASKS) > 1 and not method.startswith(("PPO,", "PPO 1,")):
+            rows.append([method, *(x[column].replace(" ", "") for x in found for column in (4, 5, 7))])
+    return table(rows)
 
 
 def row_of(task: str, method: str, found: list[dict[str, Any]], budget: float, against: list[float]) -> list[str]:
@@ -364,8 +352,7 @@ def row_of(task: str, method: str, found: list[dict[str, Any]], budget: float, a
     cells = [task, method, f"{found[0]['rate']:g}", f"{len(found)}", with_error(sampled), p]
     cells += [with_error([x["after"]["greedy"] for x in found]), with_error([score_at(x, budget) for x in found])]
     cells += [f"{mean(x['operations'] for x in found) / 1e11:.1f}", f"{mean(x['seconds'] for x in found):.0f}"]
-    thirds = " ".join(whole(f"ev_{part}") for part in ("first", "middle", "last"))
-    return [*cells, thirds if "ev" in found[0] else "–", whole("outside"), whole("v_error")]
+    return [*cells, " ".join(map(whole, EXPLAINED[1:])), whole("outside"), whole("v_error")]
 
 
 def draw(lines: list[dict[str, Any]]) -> None:

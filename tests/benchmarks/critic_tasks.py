@@ -147,7 +147,7 @@ def build_base(task: Task, folder: Path) -> None:
     model, rows = builder.small_llama(tokenizer, 64, 2), task.rows()[0]
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=task.base_steps)
-    for step in range(task.base_steps):
+    for _ in range(task.base_steps):
         chosen = rng.sample(rows, 48)
         ids = tokenizer([r["prompt"] + task.draw(r, rng) for r in chosen], return_tensors="pt")["input_ids"]
         labels = ids.clone()
@@ -160,8 +160,6 @@ def build_base(task: Task, folder: Path) -> None:
         loss.backward()
         optimizer.step()
         schedule.step()
-        if step % 100 == 99:
-            print(f"base: step {step + 1}, loss {loss.item():.4f}", flush=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
