@@ -37,7 +37,6 @@ METRICS: dict[str, tuple[str, str]] = {
     "candidates/signal_uniform": ("mean", "The same of completions to prompts drawn uniformly."),
     "candidates/spread": ("mean", "Share of sampled groups with spread, without a critic."),
     "candidates/completions": ("mean", "Completions sampled for a rollout without a critic, those left out included."),
-    "candidates/calibration_{fifth}": ("mean", "Score where the expected one is in this fifth of the scores' range."),
     "turns/mean": ("mean", "Turns of the model in a completion, with tools or environments."),
     "turns/max": ("max", "Turns of the longest completion."),
     "turns/reward": ("mean", "Reward of a turn that got one from a tool or an environment."),

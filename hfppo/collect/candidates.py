@@ -24,7 +24,6 @@ UNIFORM = 4  # one prompt in so many is drawn uniformly
 MEMORY = 128  # completions by which the critic is judged: the last ones whose prompts were drawn uniformly
 EXPLAINED = 0.04  # share of the variance of their scores; values without knowledge explain it in one case in eighty
 SIGNAL = 0.1  # of the scores' range: a score this far from the expected one teaches
-BINS = 5  # of expected scores
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,4 @@ def judge(
         teaches = (scores - expected).abs() > SIGNAL * span
         measures["candidates/signal_chosen"] = parts(teaches, counts & ~drawn)
         measures["candidates/signal_uniform"] = parts(teaches, drawn)
-        bins = ((expected - line.low) / span * BINS).long().clamp(0, BINS - 1)
-        for i in range(BINS):
-            measures[f"candidates/calibration_{i + 1}"] = parts(scores, drawn & (bins == i))
     return kept, measures
