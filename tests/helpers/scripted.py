@@ -87,7 +87,7 @@ class Scored:
 def finished(prompt, text, ids: list[int], prompt_ids: tuple[int, ...] = (), **columns) -> Sample:
     """A completion of one turn that ends with EOS."""
     row = Row({"prompt": prompt, **columns}, list(prompt_ids), number=0, group=0, seed=0)
-    return Sample(row, ids, [True] * len(ids), [0.0] * len(ids), text, turns=1, ended=Ended.STOPPED)
+    return Sample(row, ids, [True] * len(ids), [0.0] * len(ids), text=text, turns=1, ended=Ended.STOPPED)
 
 
 def reward_batch(texts, tokenizer=None, **columns) -> RewardBatch:
