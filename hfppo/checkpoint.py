@@ -245,16 +245,16 @@ class PPOCheckpoint:
         """Read what `save` wrote; this run's β and clips replace the saved ones where their settings have changed."""
         saved = saved_run(checkpoint, self.process)
         assert saved is not None
-        paths = [state_file(checkpoint, n) for n in self._sources(saved)]
+        paths, moved = [state_file(checkpoint, n) for n in self._sources(saved)], self._has_moved(saved)
         contents = [read_state(path) for path in paths]
         content, metrics, rollout = contents[0], contents[0]["metrics"], None
         if content["rollout"]:
             rollouts = [Rollout(**load_file(path.with_suffix(".safetensors"))) for path in paths]
             rollout = rollouts[0]
-            if len(paths) > 1:
+            if moved:
                 rows = torch.arange(sum(map(len, rollouts)))
                 rollout = Rollout.join(rollouts).select(rows[self._own_part(len(rows))])
-        if len(paths) > 1:  # the first process continues the sums of all
+        if moved:  # the first process continues the sums of all
             metrics = {} if self.process else merge(content["metrics"] for content in contents)
         state = PPOState.from_state_dict(content["state"])
         before, now = (starting_values(run.settings) for run in (saved, self.run))
@@ -262,14 +262,18 @@ class PPOCheckpoint:
         steps = [UpdateStep(**step) for step in content["steps"]]
         ahead = None
         if content.get("ahead") is not None:  # earlier versions had none
-            plain = content["ahead"] if len(paths) == 1 else self._own_order([one["ahead"] for one in contents])
+            plain = self._own_order([one["ahead"] for one in contents]) if moved else content["ahead"]
             ahead = (plain, load_file(paths[0].with_suffix(AHEAD)))
         return Standing(state, metrics, steps, rollout, ahead)
 
     def _sources(self, saved: RunDescription) -> list[int]:
         """The processes whose files this one reads: itself, or all if their number has changed."""
-        before = saved.settings.get(PROCESSES, self.run.settings[PROCESSES])
-        return [self.process] if before == self.run.settings[PROCESSES] else [*range(before)]
+        return [*range(saved.settings[PROCESSES])] if self._has_moved(saved) else [self.process]
+
+    def _has_moved(self, saved: RunDescription) -> bool:
+        """Return whether the checkpoint was written by another number of processes."""
+        now = self.run.settings[PROCESSES]
+        return bool(saved.settings.get(PROCESSES, now) != now)
 
     def _own_part(self, count: int) -> slice:
         """Return this process's part of so many rows or prompts of all processes."""

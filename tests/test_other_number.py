@@ -22,7 +22,7 @@ def train(processes: int, out: Path, *start: object) -> dict:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    return {name: tmp_path_factory.mktemp(name) for name in ("two", "one", "four", "one-of-four")}
+    return {name: tmp_path_factory.mktemp(name) for name in ("two", "one", "two-of-one", "four", "one-of-four")}
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +40,9 @@ def assert_same_end(found: dict, straight: dict) -> None:
             assert entry == pytest.approx(expected, rel=1e-4, abs=1e-5), case
 
 
-def test_two_processes_then_one(two, folders):
+def test_two_processes_then_one_then_two(two, folders):
     assert_same_end(train(1, folders["one"], folders["two"], 0), two)
+    assert_same_end(train(2, folders["two-of-one"], folders["one"], 5), two)
 
 
 @pytest.mark.nightly
