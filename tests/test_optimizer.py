@@ -77,8 +77,3 @@ def test_the_rate_of_an_optimizer_without_the_critics_own_tensors_is_that_of_the
     first, last = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
     optimizer = torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": [last], "lr": 0.2}])
     assert present_rate(optimizer, [torch.nn.Parameter(torch.zeros(1))], -1) == 0.2
-
-
-def test_an_optimizer_as_argument_is_refused_with_the_way_to_bring_one(make_trainer):
-    with pytest.raises(TypeError, match=r"'optimizers': .*optim_args.*create_optimizer"):
-        make_trainer(optimizers=(torch.optim.AdamW(tiny_model().parameters()), None))
