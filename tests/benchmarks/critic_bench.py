@@ -19,6 +19,7 @@ from itertools import combinations, product
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
+import pandas
 import torch
 import yaml
 from critic_tasks import RECIPE, REPOSITORY, TASKS, build_base, datasets
@@ -63,6 +64,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "PPO 1, dppo": {"lam": 1.0, "policy_loss": "dppo"},
     "PPO 1, dis": {"lam": 1.0, "policy_loss": "dis", "cliprange": 0.3, "cliprange_high": 5.0},
 }
+LORA = {"r": 16, "lora_alpha": 32}
 NO_ATTENTION = {"SAO": ["gate_proj", "up_proj", "down_proj"]}  # the layers that a critic adapts, if not all
 
 
@@ -184,10 +186,12 @@ class BenchTrainer(PPOTrainer):
     def create_sampler(self, eos_ids):
         return StaleSampler(super().create_sampler(eos_ids), self.model, self.age)
 
-    def accuracy(self, do_sample: bool) -> float:
-        self.collector.sampler.fresh = True
-        with self.eval_sampling(do_sample):
-            return round(self.evaluate()["eval_reward"], 4)
+    def accuracy(self) -> dict[str, float]:
+        self.collector.sampler.fresh, found = True, {}
+        for name in ("sampled", "greedy"):
+            with self.eval_sampling(name == "sampled"):
+                found[name] = round(self.evaluate()["eval_reward"], 4)
+        return found
 
 
 def base_of(name: str) -> str:
@@ -209,10 +213,9 @@ def config_of(key: Key, folder: str) -> PPOConfig:
 
 def run(key: Key) -> dict[str, Any]:
     """Train once, and return the line of the run."""
-    task = TASKS[key.task]
+    task, layers = TASKS[key.task], NO_ATTENTION.get(key.method)
     train, test = datasets(task, with_answer="answer" in key.method)
     measure = Measure(task.exact)
-    layers = NO_ATTENTION.get(key.method)
     with tempfile.TemporaryDirectory() as folder:
         args = config_of(key, folder)
         trainer_type = type("Trainer", (BenchTrainer,), {"age": key.staleness})
@@ -222,13 +225,13 @@ def run(key: Key) -> dict[str, Any]:
             args=args,
             train_dataset=train,
             eval_dataset=test,
-            peft_config=LoraConfig(**task.lora, target_modules="all-linear"),
-            critic_peft_config=LoraConfig(**task.lora, target_modules=layers) if layers else None,
+            peft_config=LoraConfig(**LORA, target_modules="all-linear"),
+            critic_peft_config=LoraConfig(**LORA, target_modules=layers) if layers else None,
             callbacks=[measure],
         )
         trainer.remove_callback(PrinterCallback)
         sizes = sizes_of(trainer.model.causal_lm.config)
-        before = {"sampled": trainer.accuracy(True), "greedy": trainer.accuracy(False)}
+        before = trainer.accuracy()
         trainer.collector.sampler.fresh, began = False, time.process_time()
         trainer.train()
         seconds = time.process_time() - began
@@ -240,7 +243,7 @@ def run(key: Key) -> dict[str, Any]:
             "operations": float(f"{operations(args, sizes, measure.tokens, rollouts):.4g}"),
             "seconds": round(seconds, 1),
             "before": before,
-            "after": {"sampled": trainer.accuracy(True), "greedy": trainer.accuracy(False)},
+            "after": trainer.accuracy(),
             **measure.summary(),
         }
 
@@ -336,7 +339,7 @@ def short_report(lines: list[dict[str, Any]]) -> str:
     cells = {tuple(x.strip("| ").split(" | ")[:2]): x.strip("| ").split(" | ") for x in report(lines).splitlines()}
     for method in METHODS:
         found = [cells.get((task, method), ["–"] * 8) for task in TASKS]
-        if sum((task, method) in runs for task in TASKS) > 1 and not method.startswith(("PPO,", "PPO 1,")):
+        if sum((task, method) in runs for task in TASKS) > 1 and not method.startswith(("PPO,", "PPO 1,", "PACT w")):
             rows.append([method, *(x[column].replace(" ", "") for x in found for column in (4, 5, 7))])
     return table(rows)
 
@@ -367,30 +370,18 @@ def draw(lines: list[dict[str, Any]]) -> None:
     figure, panels = pyplot.subplots(1, len(TASKS) + 1, figsize=(16, 4))
     for task, panel in zip(TASKS, panels, strict=False):
         for color, method in enumerate(METHODS):
-            if found := runs[task, method]:
+            if (found := runs[task, method]) and not method.startswith(("PPO,", "PPO 1,")):
                 step = mean(x["operations"] for x in found) / PARTS / 1e11
                 scores = [mean(x["reward"][part] for x in found) for part in range(PARTS)]
-                line = "--" if METHODS[method].get("advantage_estimator") else "-"
-                colors = f"C{color % 10}"
-                panel.plot([step * (n + 1) for n in range(PARTS)], scores, line, color=colors, label=method)
+                style = f"C{color % 10}{'--' if METHODS[method].get('advantage_estimator') else '-'}"
+                panel.plot([step * (n + 1) for n in range(PARTS)], scores, style, label=method)
         panel.set(title=task, xlabel="operations, 1e11", ylabel="mean score of sampled completions")
     panels[0].legend(fontsize=7)
-    for head, found in read_heads().items():
-        panels[-1].plot([*found], [mean(x) for x in found.values()], "o-", label=head)
-    panels[-1].set(title="heads, recorded rollouts", xscale="log", yscale="log", xlabel="learning rate, 1e-3")
-    panels[-1].set(ylabel="mean squared error to V")
-    panels[-1].legend(fontsize=7)
+    heads = pandas.read_json(HEADS, lines=True).query("start == 'package'")
+    heads.pivot_table("error", "rate", "head").plot(ax=panels[-1], loglog=True, style="o-")
+    panels[-1].set(title="heads", xlabel="learning rate, 1e-3", ylabel="mean squared error to V")
     figure.tight_layout()
     figure.savefig(FIGURE, metadata={"Date": None})
-
-
-def read_heads() -> dict[str, dict[float, list[float]]]:
-    """Return the late errors of each head by rate, with the package's start."""
-    found: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for x in map(json.loads, HEADS.read_text().splitlines()):
-        if x["start"] == "package":
-            found[x["head"]][x["rate"]].append(x["error"])
-    return found
 
 
 def main() -> None:

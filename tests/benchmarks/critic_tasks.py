@@ -4,7 +4,7 @@ import json
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ class Task:
     rows: Callable[[], tuple[list[Row], list[Row]]]  # for training and for the evaluation
     draw: Callable[[Row, random.Random], str] | None = None  # a completion of the base; None: a shipped base
     exact: Callable[[Rollout, list[str]], tuple[Tensor, Tensor]] | None = None  # V and its mask, (B, T) each
-    lora: dict[str, int] = field(default_factory=lambda: {"r": 16, "lora_alpha": 32})
     base_steps: int = 0  # of `build_base`
 
 
@@ -78,20 +77,13 @@ def score_chain(completions: list[str], answer: list[str], **kwargs: Any) -> lis
     return [float(len(c) == len(a) and c[-1] == a[-1]) for c, a in zip(completions, answer, strict=True)]
 
 
-def right_tokens(completions: list[str], answers: list[str], width: int) -> Tensor:
-    """Return which characters equal the answer's, (B, width) bool."""
-    padded = [(c.ljust(width), a.ljust(width)) for c, a in zip(completions, answers, strict=True)]
-    return torch.tensor([[x == y for x, y in zip(*pair, strict=True)] for pair in padded])
-
-
 def exact_chain(rollout: Rollout, completions: list[str]) -> tuple[Tensor, Tensor]:
     """Return V of a scripted chain that slips as often as this rollout did, an approximation of the policy's own."""
-    answers = [chain_answer(int(c[0]), int(c[2])) for c in completions]
-    given = [c[4:] for c in completions]
-    right = right_tokens(given, answers, rollout.mask.shape[1])
+    width = rollout.mask.shape[1]
+    pairs = [(c[4:].ljust(width), chain_answer(int(c[0]), int(c[2]), width)) for c in completions]
+    right = torch.tensor([[x == y for x, y in zip(*pair, strict=True)] for pair in pairs])
     before = torch.cat([torch.ones(len(right), 1, dtype=torch.bool), right[:, :-1]], dim=1)
-    slips = (right != before).double().mean() if len(right) else torch.tensor(0.0)
-    return chain_values(before, float(slips)), rollout.mask
+    return chain_values(before, float((right != before).double().mean())), rollout.mask
 
 
 def delayed_rows() -> tuple[list[Row], list[Row]]:
