@@ -40,14 +40,17 @@ class Questions(Generic[Q]):
     """
 
     def __init__(self, coroutines: Sequence[Callable[[Ask[Q]], Coroutine]], room: int | None = None):
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # its lock may be taken twice by one thread
         self._room = asyncio.Semaphore(room or len(coroutines))
         self._asked: list[Asked[Q]] = []
         self._waits = [0] * len(coroutines)  # for how many answers, or for room
+        self._ended = [False] * len(coroutines)
+        self._busy = len(coroutines)
+        self._failed: list[Future] = []
         self._running = [schedule(self._run(i, coroutine)) for i, coroutine in enumerate(coroutines)]
         self._later: list[Future] = []  # of `answer_later`
-        for future in self._running:
-            future.add_done_callback(lambda _: self._wait_for(0))
+        for i, future in enumerate(self._running):
+            future.add_done_callback(partial(self._end, i))
 
     def __enter__(self) -> "Questions[Q]":
         return self
@@ -78,11 +81,24 @@ class Questions(Generic[Q]):
         """Note that some coroutines wait for more, or for less."""
         with self._changed:
             for number in numbers:
+                was_busy = not self._waits[number]
                 self._waits[number] += more
+                if not self._ended[number]:
+                    self._busy += (not self._waits[number]) - was_busy
             self._changed.notify()
 
-    def _is_busy(self) -> bool:
-        return not all(n or future.done() for n, future in zip(self._waits, self._running, strict=True))
+    def _end(self, number: int, future: Future) -> None:
+        """Note that a coroutine has ended."""
+        with self._changed:
+            self._ended[number] = True
+            self._busy -= not self._waits[number]
+            self._note_failure(future)
+
+    def _note_failure(self, future: Future) -> None:
+        with self._changed:
+            if not future.cancelled() and future.exception() is not None:
+                self._failed.append(future)
+            self._changed.notify()
 
     def _has_promised(self) -> bool:
         return not all(future.done() for future in self._later)
@@ -97,13 +113,15 @@ class Questions(Generic[Q]):
         """
         promised, left = self._has_promised(), math.inf
         with nullcontext() if promised else timed(), self._changed:
-            while (self._is_busy() or promised) and self._has_promised() == promised and left > 0:
+            # Numbers are kept, not counted again: with many coroutines this thread wakes often.
+            while (self._busy or promised) and self._has_promised() == promised and left > 0:
                 left = min(left, patience) if self._asked else left
                 start = time.monotonic()
                 self._changed.wait(MOMENT)
                 # On a busy machine the wait is longer, and so are the calls.
                 left -= min(time.monotonic() - start, MOMENT)
-                self.results()
+                for future in self._failed:
+                    future.result()
         return len(self.results()) < len(self._running)
 
     def results(self) -> list[Any]:
@@ -134,4 +152,4 @@ class Questions(Generic[Q]):
             self.answer(asked, await call_in_thread(answers))
 
         self._later.append(schedule(answer()))
-        self._later[-1].add_done_callback(lambda _: self._wait_for(0))
+        self._later[-1].add_done_callback(self._note_failure)
