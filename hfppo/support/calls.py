@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -163,35 +164,81 @@ def interrupt(thread: threading.Thread) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(TimeUp))
 
 
-def start_thread(func: Callable[[], T]) -> tuple[threading.Thread, Future[T]]:
-    """Call a function in a daemon thread, without gradients; `interrupt` ends the thread."""
-    result = Future[T]()
+class Worker(threading.Thread):
+    """A daemon thread that calls functions one after the other, without gradients; `interrupt` ends it.
 
-    def run() -> None:
+    Making a thread takes longer than a game's step, so one whose call has returned waits in `IDLE` for the next.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._calls: SimpleQueue[tuple[Callable[[], Any], Future] | None] = SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        """Call functions until there is None, or nothing for a while."""
         with suppress(TimeUp), torch.no_grad():
-            try:
-                result.set_result(func())
-            except TimeUp:
-                raise
-            except BaseException as error:
-                result.set_exception(error)
+            while True:
+                try:
+                    call = self._calls.get(timeout=MOMENT)
+                except Empty:
+                    if self in IDLE:
+                        with suppress(ValueError):  # it has been taken meanwhile
+                            IDLE.remove(self)
+                            return
+                    continue
+                if call is None:
+                    return
+                func, result = call
+                try:
+                    result.set_result(func())
+                except TimeUp:
+                    raise
+                except BaseException as error:
+                    result.set_exception(error)
+                del call, func, result
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, result
+    def call(self, func: Callable[[], T]) -> Future[T]:
+        """Begin to call a function."""
+        result = Future[T]()
+        self._calls.put((func, result))
+        return result
+
+    def end(self) -> None:
+        """End the thread when its call has returned."""
+        self._calls.put(None)
+
+
+IDLE: list[Worker] = []
+
+
+def start_thread(func: Callable[[], T]) -> tuple[threading.Thread, Future[T]]:
+    """Call a function in a thread of its own; `interrupt` ends the thread."""
+    worker = Worker()
+    result = worker.call(func)
+    worker.end()
+    return worker, result
 
 
 async def call_in_thread(func: Callable[[], T]) -> T:
     """Call a function in a thread. If the waiting is cancelled, the thread is interrupted and left behind."""
     loop, done = asyncio.get_running_loop(), asyncio.Event()
-    thread, result = start_thread(func)
+    try:
+        worker = IDLE.pop()
+    except IndexError:
+        worker = Worker()
+    if not worker.is_alive():  # of a process that has forked this one
+        worker = Worker()
+    result = worker.call(func)
     result.add_done_callback(lambda _: loop.call_soon_threadsafe(done.set))
     try:
         await done.wait()
     except BaseException:
-        if not result.done():  # another thread may have the number of one that has ended
-            interrupt(thread)
+        if not result.done():
+            interrupt(worker)
+        worker.end()
         raise
+    IDLE.append(worker)
     return result.result()
 
 
