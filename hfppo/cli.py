@@ -44,6 +44,11 @@ class ActorArguments(ModelConfig):
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout adds noise to the ratio."})
     lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"], metadata={"help": "LoRA layers."})
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if str(self.lora_target_modules or "").isidentifier():  # TRL takes a single name out of its list: a pattern
+            self.lora_target_modules = [str(self.lora_target_modules)]
+
 
 @dataclass
 class DataArguments:
@@ -193,7 +198,7 @@ def actor_config(model_args: ActorArguments) -> PeftConfig | None:
     """Return the configuration of a new adapter from the flags; None if the model is already an adapter.
 
     Raises:
-        ValueError: `use_peft` is False.
+        ValueError: `use_peft` is False, or flags are set that would configure an existing adapter; names them.
     """
     if not model_args.use_peft:
         raise ValueError(
@@ -203,7 +208,16 @@ def actor_config(model_args: ActorArguments) -> PeftConfig | None:
         adapter = find_adapter_config_file(model_args.model_name_or_path, revision=model_args.model_revision)
     except OSError:  # no such model: PPOTrainer's error says more
         adapter = None
-    return get_peft_config(model_args) if adapter is None else None
+    if adapter is None:
+        return get_peft_config(model_args)
+    default = type(model_args)()
+    names = [f.name for f in fields(model_args) if f.name.startswith(("lora_", "use_rslora", "use_dora"))]
+    if given := [name for name in names if getattr(model_args, name) != getattr(default, name)]:
+        raise ValueError(
+            f"{', '.join(given)}: model_name_or_path={model_args.model_name_or_path!r} is an adapter, which keeps its "
+            "own configuration; leave them out, or start from its base"
+        )
+    return None
 
 
 def load_data(args: DataArguments) -> tuple[Dataset, Dataset | None]:

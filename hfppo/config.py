@@ -1,5 +1,6 @@
 """The configuration of a run, in the style of TrainingArguments."""
 
+import logging
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -10,7 +11,7 @@ import torch
 from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
-from hfppo.config_checks import accumulation_steps, check_config, check_fields
+from hfppo.config_checks import METRIC_SCHEDULERS, accumulation_steps, check_config, check_fields
 from hfppo.functional import (
     ADVANTAGE_ESTIMATORS,
     KL_ESTIMATORS,
@@ -36,6 +37,8 @@ ClipRange = Annotated[float, "in (0, 1): the ratio is clipped to 1 − cliprange
 DualClip = Annotated[float, "above 1: below, it would undo the clip at ratio 1", lambda x: x > 1]
 Range = Annotated[list[float], "two numbers, the lower one first", lambda x: len(x) == 2 and x[0] < x[1]]
 WeightCap = Annotated[float, "at least 1: below, it would shrink weights of tokens without mismatch", lambda x: x >= 1]
+
+logger = logging.getLogger(__name__)
 
 Kwargs = dict[str, Any] | str | None  # or JSON of one
 
@@ -246,12 +249,15 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
             self.max_grad_norm = math.inf  # Trainer calls the clipping hook, which also measures the norm
         if self.total_episodes is not None:
             rollouts = self.rollouts_for(self.total_episodes) - self.critic_pretraining_rollouts
-            self.max_steps = rollouts * self.updates_per_rollout
+            steps = rollouts * self.updates_per_rollout
+            if self.max_steps not in (-1, steps):
+                logger.warning("total_episodes makes max_steps=%s; %s is not used", steps, self.max_steps)
+            self.max_steps = steps
 
     def _fill_in(self) -> None:
         """Set the fields whose default follows from other fields."""
         compares = self.load_best_model_at_end or self.save_strategy == "best"
-        if self.metric_for_best_model is None and compares:
+        if self.metric_for_best_model is None and (compares or self.lr_scheduler_type in METRIC_SCHEDULERS):
             self.metric_for_best_model = "eval_reward"  # Trainer's default is eval_loss, which prompts do not have
         if self.policy_mode is None:
             otherwise = "token_truncate" if self.rollouts_ahead else "decoupled"

@@ -34,6 +34,9 @@ READ_FOR = {
 }
 
 
+METRIC_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")  # schedulers that read an evaluation's metric
+
+
 def is_number(x: object) -> bool:
     """Return whether x is a finite number; False for a bool."""
     return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
@@ -119,6 +122,8 @@ def accumulation_steps(args: Any) -> int:
             f"{args.per_device_train_batch_size} × num_mini_batches={args.num_mini_batches} × {processes} processes; "
             "choose sizes that divide"
         )
+    if (given := args.gradient_accumulation_steps) not in (1, steps):
+        logger.warning("rollout_size makes gradient_accumulation_steps=%s; %s is not used", steps, given)
     return steps
 
 
@@ -133,6 +138,9 @@ def check_config(args: Any) -> None:
     raise_first(find_faults_of_range(args, args.kl_coef))
     if args.kl_loss_coef and args.kl_estimator == "k1":
         logger.warning("kl_estimator='k1' restrains nothing in the loss, where its gradient has mean 0; use k3 or k1+")
+    if args.policy_loss in ("gspo", "sapo") and args.loss_reduction == "token-mean":
+        reduction = "a mean per completion; set loss_reduction='seq-mean-token-mean'"
+        logger.warning("the paper of policy_loss=%r has %s", args.policy_loss, reduction)
     check_generation_kwargs(args.generation_kwargs or {})
 
 
@@ -163,6 +171,12 @@ def find_contradictions(args: Any) -> dict[str, object]:
         f"optim={args.optim.value!r} trains weights whose average is the result, but completions, evaluations and "
         "checkpoints would use the weights before averaging; set optim='adamw_torch', and "
         "lr_scheduler_type='constant' for a run without a schedule": args.optim.startswith("schedule_free"),
+        f"lr_scheduler_type={args.lr_scheduler_type.value!r} lowers the learning rate unless "
+        f"{args.metric_for_best_model} falls, but higher is better; set lr_scheduler_kwargs={{'mode': 'max'}}": (
+            args.lr_scheduler_type in METRIC_SCHEDULERS
+            and args.greater_is_better
+            and (args.lr_scheduler_kwargs or {}).get("mode") != "max"
+        ),
         f"{estimator} compares completions of one prompt, but num_generations={args.num_generations}; raise "
         "num_generations to 2 or more": groups and args.num_generations < 2,
         f"a mini-batch of {per_mini_batch} completions per process (per_device_train_batch_size="
@@ -199,6 +213,13 @@ def find_contradictions(args: Any) -> dict[str, object]:
         f"uses up total_episodes={args.total_episodes}; raise total_episodes": (
             args.total_episodes and args.rollouts_for(args.total_episodes) <= args.critic_pretraining_rollouts
         ),
+        f"critic_pretraining_completions={args.critic_pretraining_completions} and num_critic_epochs="
+        f"{args.num_critic_epochs} train the critic, but vf_coef=0 gives its loss no weight; raise vf_coef": (
+            args.vf_coef == 0
+            and (
+                args.critic_pretraining_completions or args.critic_epochs > args.num_ppo_epochs or args.critic_follows
+            )
+        ),
         f"critic_update='policy_aligned' weights returns at λ = 1, but lam_critic={args.lam_critic}; set it to 1.0": (
             args.critic_update == "policy_aligned" and args.lam_critic != 1
         ),
@@ -228,5 +249,5 @@ def check_generation_kwargs(kwargs: Mapping[str, object]) -> None:
                 f"generation_kwargs={kwargs!r}: {name} cannot be set, since completions are sampled from the policy's "
                 f"own distribution; the keys are {' and '.join(STOPS)}"
             )
-        if not isinstance(value, list) or not value or not all(isinstance(x, STOPS[name]) for x in value):
+        if not isinstance(value, list) or not value or not all(isinstance(x, STOPS[name]) and x != "" for x in value):
             raise ValueError(f"generation_kwargs={kwargs!r}: {name} must be a list of {STOPS[name].__name__}s")

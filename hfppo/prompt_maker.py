@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import RunDate
 from hfppo.data.prompt_stream import EvalDataset, PromptStream
-from hfppo.data.prompts import EMPTY_PROMPT, Prompts, prepare_prompts
+from hfppo.data.prompts import EMPTY_PROMPT, Prompts, hash_rows, prepare_prompts
 from hfppo.environments.agents import Agents
 from hfppo.support.processes import check_alike
 
@@ -72,8 +72,9 @@ class PromptMaker:
             )
         if isinstance(dataset, IterableDataset):
             dataset = Dataset.from_list(list(dataset), features=dataset.features)
-        if alike:  # before the processes wait for each other to tokenize
-            check_alike({f"{name}: number of rows": len(dataset), f"{name}: columns": dataset.column_names})
+        if alike and self.args.world_size > 1:  # before the processes wait for each other to tokenize
+            facts = {"number of rows": len(dataset), "columns": dataset.column_names, "rows": hash_rows(dataset)}
+            check_alike({f"{name}: {fact}": value for fact, value in facts.items()})
         agents = self.agents
         has_agent = agents is not None and agents.agent is not None  # which writes its prompts
         resets = agents is not None and bool(agents.environments)

@@ -659,8 +659,15 @@ class PPOTrainer(CrashSafeTrainer):
         """Call an event of every `PPOCallback`, and apply their changes to `control`.
 
         Raises:
+            AttributeError: `args` has been changed where only `control` has an effect.
             ValueError: β is above 0 with a `value_range`.
         """
+        for name, given in starting_values(self._checkpoint.run.settings).items():
+            if starting_values(vars(self.args))[name] != given:
+                raise AttributeError(
+                    f"args.{name} was changed after the trainer was made, and the change has no effect; set "
+                    f"control.{name} in a PPOCallback, see docs/callbacks.md"
+                )
         control = PPOControl.of(self.control, self.ppo_state)
         call_event(self.callback_handler, event, self.args, self.state, control, self.ppo_state, **arguments)
         raise_first(find_faults_of_range(self.args, control.kl_coef))

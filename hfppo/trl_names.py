@@ -55,6 +55,8 @@ HERE = {
     "vllm_importance_sampling_mode": "policy_mode",
 }
 
+SCALES: dict[object, str] = {True: "group", False: "none"}
+
 LOSS_TYPES = {
     "dapo": {"loss_reduction": "token-mean"},
     "grpo": {"loss_reduction": "seq-mean-token-mean"},
@@ -75,6 +77,8 @@ def translate_names(cls: type, given: Fields, others: Iterable[str] = ()) -> dic
         ValueError: two names give a field different values.
     """
     known = list(dict.fromkeys([*(f.name for f in fields(cls)), *others]))
+    # TRL takes a bool as well.
+    given = {name: SCALES.get(x, x) if name == "scale_rewards" else x for name, x in given.items()}
     settings = {**{f.name: f.default for f in fields(cls)}, **given}
     found = {name: {name: x} if name in known else fields_here(name, x, settings) for name, x in given.items()}
     if unknown := [f"{name!r}{explain_name(name, known)}" for name, here in found.items() if here is None]:

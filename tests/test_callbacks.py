@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from helpers.runs import assert_same_run, logged, trained_state, untimed_logs
 from helpers.tiny import ragged_model
@@ -94,6 +95,15 @@ def test_a_callback_that_sets_what_it_cannot_is_named(changes, error, words):
     handler = SimpleNamespace(callbacks=[sets(changes)], **dict.fromkeys(PASSED))
     with pytest.raises(error, match=words):
         call_event(handler, "on_rollout_end", None, None, PPOControl(), None)
+
+
+def test_a_callback_that_sets_the_configuration_instead_of_control_is_told(make_trainer):
+    class Odd(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            args.kl_coef = 0.5
+
+    with pytest.raises(AttributeError, match=r"args\.kl_coef was changed .* set control\.kl_coef in a PPOCallback"):
+        make_trainer({"max_steps": 9}, callbacks=[Odd()]).train()
 
 
 def test_such_a_callback_ends_the_run(make_trainer):

@@ -2,14 +2,16 @@
 
 import asyncio
 import os
+import signal
 import sys
+from functools import partial
 
 import pytest
 
 from helpers.agents import Doors, call, collect, count_messages, hide_async
 from helpers.scripted import score
 from hfppo import TextEnvironment, TolerantReward
-from hfppo.support.calls import wait_for
+from hfppo.support.calls import call_in_thread, wait_for
 
 
 class Client:
@@ -103,8 +105,10 @@ def test_an_exit_in_a_coroutine_reaches_the_caller_and_leaves_the_loop_running()
     assert wait_for(at_once) == 7
 
 
-def test_a_forked_process_has_an_event_loop_of_its_own():
-    wait_for(at_once)
+def test_a_forked_process_has_an_event_loop_and_threads_of_its_own():
+    called = partial(call_in_thread, lambda: 7)
+    wait_for(called)  # its thread waits for another call, and a fork does not copy it
     if not (child := os.fork()):
-        os._exit(wait_for(at_once))
+        signal.alarm(20)  # ends the child, whose call may wait for a thread that is not there
+        os._exit(wait_for(called))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

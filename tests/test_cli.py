@@ -89,11 +89,11 @@ def test_a_flag_goes_by_its_whole_name_only(capsys):
 
 
 def test_names_of_trl_in_file_and_flags_are_translated(config, capsys):
-    grpo = "use_cpu: true\nadvantage_estimator: grpo\nnum_generations: 4\nbeta: 0.04\ntop_k: 0\n"
+    grpo = "use_cpu: true\nadvantage_estimator: grpo\nnum_generations: 4\nbeta: 0.04\ntop_k: 0\nscale_rewards: false\n"
     flags = ["--epsilon", "2e-1", "--num_iterations=2", "--response_length", "53", "--disable_dropout"]
     _, args, _ = parse(*config(grpo), *flags, "--top_p", "1.0")
     assert (args.kl_loss_coef, args.kl_coef, args.cliprange, args.num_ppo_epochs) == (0.04, 0.0, 0.2, 2)
-    assert args.max_completion_length == 53
+    assert (args.max_completion_length, args.scale_rewards) == (53, "none")
     said = refused(capsys, *config(grpo), "--epsilon", "0.3", "--cliprange", "0.2")
     assert "epsilon=0.3" in said
     assert "cliprange" in said
@@ -182,6 +182,12 @@ def test_an_actor_without_an_adapter_is_refused():
         actor_config(Actor(use_peft=False, lora_r=7))
 
 
+@pytest.mark.parametrize("given", [["q_proj"], "q_proj", ["all-linear"], ["q_proj", "k_proj"], r".*\.q_proj", None])
+def test_a_single_target_module_is_a_name_and_no_pattern(given):
+    names = ["q_proj"] if given == "q_proj" else "all-linear" if given == ["all-linear"] else given
+    assert ActorArguments(lora_target_modules=given).lora_target_modules == names
+
+
 def test_flags_of_the_model_reach_it(tmp_path):
     flags = ["--load_in_4bit", "true", "--dtype", "bfloat16", "--lora_r", "3", "--output_dir", str(tmp_path)]
     _, args, actor = parse(*flags, "--use_cpu", "true", "--model_init_kwargs", '{"attn_implementation": "eager"}')
@@ -197,7 +203,9 @@ def test_flags_of_the_model_reach_it(tmp_path):
 
     trainer.model.save_pretrained(tmp_path / "adapter")
     adapter = replace(actor, model_name_or_path=str(tmp_path / "adapter"))
-    assert actor_config(adapter) is None
+    with pytest.raises(ValueError, match=r"lora_r: model_name_or_path=.* is an adapter"):
+        actor_config(adapter)
+    assert actor_config(replace(adapter, lora_r=16)) is None
 
 
 def test_without_files_the_working_folder_is_not_read(tmp_path, monkeypatch):

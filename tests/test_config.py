@@ -55,16 +55,40 @@ def test_total_episodes_wins_over_max_steps(config, given):
     assert args.max_steps == replace(args, learning_rate=1.0).max_steps == 2
 
 
-def test_accumulation_steps_follow_from_the_rollout_of_all_processes(config, monkeypatch):
+def test_accumulation_steps_follow_from_the_rollout_of_all_processes(config, monkeypatch, caplog):
     args = config(rollout_size=128, per_device_train_batch_size=4, num_mini_batches=4)
     assert (args.gradient_accumulation_steps, args.rollout_size_per_process) == (8, 128)
     assert replace(args, rollout_size=64).gradient_accumulation_steps == 4
+    caplog.clear()
     assert replace(args, gradient_accumulation_steps=2).gradient_accumulation_steps == 8
+    assert "rollout_size makes gradient_accumulation_steps=8; 2 is not used" in caplog.text
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert accumulation_steps(args) == 4
     args.rollout_size = 80
     with pytest.raises(ValueError, match=r"^rollout_size=80 must be a multiple of 32 = "):
         accumulation_steps(args)
+
+
+TWO_STEPS = {"total_episodes": 16, "num_mini_batches": 1, "num_ppo_epochs": 1}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (TWO_STEPS, []),
+        (TWO_STEPS | {"max_steps": 2}, []),
+        (TWO_STEPS | {"max_steps": 5}, ["total_episodes makes max_steps=2; 5 is not used"]),
+        ({"policy_loss": "gspo", "loss_reduction": "seq-mean-token-mean"}, []),
+        ({"policy_loss": "gspo"}, ["policy_loss='gspo'"]),  # its paper has a mean per completion
+        ({"kl_loss_coef": 0.1, "kl_estimator": "k1"}, ["gradient has mean 0"]),
+        ({"kl_loss_coef": 0.1, "kl_estimator": "k1+"}, []),
+    ],
+    ids=str,
+)
+def test_one_line_warns_of_fields_that_mean_less_than_they_say(config, caplog, given, words):
+    config(**given)
+    assert len(caplog.messages) == bool(words)
+    assert [word for word in words if word not in caplog.text] == []
 
 
 ESTIMATORS = {"gae": True, "reinforce_plus_plus": True, "reinforce_plus_plus_baseline": True}
@@ -170,6 +194,7 @@ CISPO = {"policy_loss": "cispo"}
                 ({"repetition_penalty": 1.1, "stop_strings": ["a"]}, "repetition_penalty cannot be set"),
                 ({"stop_strings": "a"}, "stop_strings must be a list of strs"),
                 ({"stop_strings": []}, "stop_strings must be a list"),
+                ({"stop_strings": [""]}, "stop_strings must be a list"),
                 ({"stop_token_ids": ["a"]}, "stop_token_ids must be a list of ints"),
             )
         ),

@@ -90,6 +90,13 @@ def test_it_resumes_within_the_epochs_of_one(make_trainer, tmp_path):
     assert_same_run(straight, resumed)
 
 
-def test_epochs_of_a_critic_that_is_none_are_refused(make_trainer):
-    with pytest.raises(ValueError, match="num_critic_epochs=4 has no effect"):
-        make_trainer({"num_critic_epochs": 4, "advantage_estimator": "reinforce_plus_plus"})
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"vf_coef": 0.0}, "num_critic_epochs=4 train the critic, but vf_coef=0"),
+        ({"advantage_estimator": "reinforce_plus_plus"}, "num_critic_epochs=4 has no effect"),
+    ],
+)
+def test_epochs_of_a_critic_that_learns_nothing_are_refused(make_trainer, config, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer({"num_critic_epochs": 4, **config})

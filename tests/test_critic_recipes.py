@@ -120,6 +120,7 @@ LATE = {"num_ppo_epochs": 2, "num_critic_epochs": 1, "num_mini_batches": 2, "wei
     [
         ({"critic_update": "policy_aligned"}, {}, "weights returns at λ = 1, but lam_critic=None; set it to 1.0"),
         ({"critic_update": "after_actor", **GRPO}, {}, "critic_update='after_actor' has no effect"),
+        ({"critic_update": "after_actor", "vf_coef": 0.0}, {}, "vf_coef=0 gives its loss no weight"),
         ({"critic_update": "after_actor"}, {"critic": "shared"}, "set critic='shared_detached' or 'adapter'"),
         ({}, {"critic": "shared", "critic_peft_config": lora(r=2)}, "is an adapter, and critic='shared' has none"),
         (GRPO, {"critic_peft_config": lora(r=2)}, "critic_peft_config has no effect with advantage_estimator='grpo'"),

@@ -19,7 +19,7 @@ from transformers.utils import get_json_schema
 from helpers.agents import EOS, TALK, add, agent_trainer, call, collect, count_messages, talking_trainer, text_of
 from helpers.endpoint import Nodding, chat, listening, nodding, said, saying_trainer, wandering
 from hfppo import Command, TokenTraceCallback
-from hfppo.checks.engine import whole_faults
+from hfppo.checks.engine import deepspeed_faults, whole_faults
 from hfppo.endpoint.chat import warn_of_ignored
 from hfppo.endpoint.command import KEPT
 from hfppo.environments import episodes
@@ -496,6 +496,7 @@ def test_what_cannot_be_used_is_refused(tmp_path, kind):
 def test_sharded_models_and_texts_for_a_shell_are_refused(config):
     faults = whole_faults("FSDP2", [], config(), has_agent=True)
     assert [fault.split(" needs")[0] for fault, is_there in faults.items() if is_there] == ["agent"]
+    assert [fault for fault, is_there in deepspeed_faults({}, config(), has_agent=True).items() if is_there] != []
     with pytest.raises(TypeError, match=r"Command\('python solve.py'\): give the program and its arguments as a list"):
         Command("python solve.py")
 

@@ -321,3 +321,15 @@ def test_a_stop_string_ends_a_turn_and_the_template_closes_it(play):
         assert played.text(row).startswith(f"{firsts[row]}{EOS}<user>more{EOS}<assistant>")
         # The policy has not sampled this EOS.
         assert played.text(row, played.rollout.context).startswith(f"{EOS}<user>more")
+
+
+class More(Doors):
+    def close(self):
+        """Close the door."""
+
+
+@pytest.mark.parametrize("classes", [(Doors, Counting), (Counting, Doors), (Doors, More)])
+def test_a_factory_of_objects_with_other_tools_is_refused(play, classes):
+    made = cycle(classes)
+    with pytest.raises(TypeError, match=f"{classes[1].__name__}.*{classes[0].__name__}"):
+        play(["1"], environment_factory=lambda: next(made)(), count=None)

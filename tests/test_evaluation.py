@@ -12,7 +12,6 @@ from hfppo import TolerantReward
 from hfppo.collect.collector import Collector
 from hfppo.collect.evaluation import SCORE_METRICS, check_best_metric
 
-PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "eval_reward"}
 EVERY_STEP = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
 
 
@@ -21,7 +20,8 @@ EVERY_STEP = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
     [
         ({"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1}, None),
         ({"save_strategy": "best"}, None),
-        (PLATEAU, 1.0),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"mode": "max"}}, None),
+        ({"lr_scheduler_type": "greedy", "lr_scheduler_kwargs": {"mode": "max"}}, 1.0),
     ],
 )
 def test_models_are_compared_by_the_reward_also_where_there_is_none(make_trainer, dataset, config, reward):
@@ -34,6 +34,11 @@ def test_models_are_compared_by_the_reward_also_where_there_is_none(make_trainer
     found = [entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry]
     assert len(found) == 2
     assert all(math.isnan(x) if reward is None else x == reward for x in found)
+
+
+def test_a_schedule_that_takes_a_rising_reward_for_a_worse_one_is_refused(config):
+    with pytest.raises(ValueError, match=r"'reduce_lr_on_plateau' lowers .* eval_reward falls.*'mode': 'max'"):
+        config(lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps", eval_steps=1)
 
 
 def counts(completions, log_metric, **kwargs):

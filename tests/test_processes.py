@@ -27,10 +27,11 @@ def said(tmp_path_factory) -> list[dict[str, str]]:
 
 
 WORDS = {
-    "order": "train_dataset .SHA-256 of its prompts",
+    "order": "train_dataset: rows",
     "length": "train_dataset: number of rows is 16 .* 8",
+    "label": "train_dataset: rows",
     "columns": r"train_dataset: columns is \['prompt', 'answer'\] .*'label'",
-    "evaluation": r"eval_dataset\['hard'\] .SHA-256 of its prompts",
+    "evaluation": r"eval_dataset\['hard'\]: rows",
     "names": r"eval_dataset\['hard'\]: .* None",
     "number": r"eval_dataset\['hard'\]: .* None",
     "stream": "train_dataset .*prompts",

@@ -260,7 +260,8 @@ TENSOR_PARALLEL = engine(DistributedType.FSDP, parallelism=ParallelismConfig(dp_
 HYBRID = engine(DistributedType.FSDP, parallelism=ParallelismConfig(dp_shard_size=2, dp_replicate_size=2))
 PIECEWISE = engine(DistributedType.FSDP, state_dict_type=StateDictType.SHARDED_STATE_DICT)
 CHECKPOINTS = engine(DistributedType.FSDP, activation_checkpointing=True)
-ZERO_2, WITH_OPTIMIZER = (engine(DistributedType.DEEPSPEED, zero=2) for _ in range(2))
+ZERO_2, WITH_OPTIMIZER, NO_NORM = (engine(DistributedType.DEEPSPEED, zero=2) for _ in range(3))
+NO_NORM.state.deepspeed_plugin.deepspeed_config["zero_optimization"] = {"stage": 2, "compute_grad_norm": False}
 WITH_OPTIMIZER.state.deepspeed_plugin.deepspeed_config["optimizer"] = {"type": "Adam"}
 CLIPS = engine(DistributedType.DEEPSPEED, zero=2, clipping=0.5)
 ALL_USED = {"ddp_find_unused_parameters": False}
@@ -290,6 +291,7 @@ FIND_UNUSED = " .*set ddp_find_unused_parameters=True"
         (MULTI_GPU, "adapter", [], EPOCHS | ALL_USED, "num_critic_epochs=8" + FIND_UNUSED),
         (MULTI_GPU, "adapter", [], PRETRAINING | ALL_USED, "completions=512" + FIND_UNUSED),
         (WITH_OPTIMIZER, "adapter", [], {}, "DeepSpeed's config has an optimizer, which ignores"),
+        (NO_NORM, "adapter", [], {}, "compute_grad_norm=False in DeepSpeed's config hides gradients"),
         (CLIPS, "adapter", [], {}, "gradient_clipping=0.5 and max_grad_norm=1.0 are not the same"),
     ],
 )

@@ -51,7 +51,7 @@ def check_engine(
     if kind == DistributedType.FSDP:
         faults |= fsdp_faults(accelerator, model, args) | whole_faults("FSDP2", reward_funcs, args, has_agent)
     elif kind == DistributedType.DEEPSPEED:
-        faults |= deepspeed_faults(state.deepspeed_plugin.deepspeed_config, args)
+        faults |= deepspeed_faults(state.deepspeed_plugin.deepspeed_config, args, has_agent)
         if state.deepspeed_plugin.zero_stage == 3:
             faults |= whole_faults("ZeRO-3", reward_funcs, args, has_agent)
     elif args.world_size > 1:
@@ -121,7 +121,7 @@ def fsdp_faults(accelerator: Accelerator, model: ActorCritic, args: PPOConfig) -
     }
 
 
-def deepspeed_faults(config: dict, args: PPOConfig) -> dict[str, object]:
+def deepspeed_faults(config: dict, args: PPOConfig, has_agent: bool) -> dict[str, object]:
     """Return errors of settings that need control of gradients or steps, and whether they are set.
 
     Args:
@@ -132,9 +132,14 @@ def deepspeed_faults(config: dict, args: PPOConfig) -> dict[str, object]:
     return {
         "max_tokens_per_micro_batch needs DDP or FSDP2; with DeepSpeed, lower per_device_train_batch_size and raise "
         "gradient_accumulation_steps instead": args.max_tokens_per_micro_batch is not None,
+        "agent: its episodes have different numbers of conversations, but DeepSpeed's processes run equally many "
+        "backward passes; use DDP, or give tools or an environment": has_agent,
         **fault_of_steps(args, "DeepSpeed's optimizer would change the other's weights by weight decay and momentum"),
         "DeepSpeed's config has an optimizer, which ignores critic_learning_rate and the callbacks' events; leave it "
         "out, and set optim and learning_rate": "optimizer" in config,
+        "compute_grad_norm=False in DeepSpeed's config hides gradients that are not finite; leave it out": (
+            not config.get("zero_optimization", {}).get("compute_grad_norm", True)
+        ),
         f"DeepSpeed's gradient_clipping={clips_at} and max_grad_norm={max_grad_norm} are not the same; leave "
         "gradient_clipping out, or set both": not as_given,
     }

@@ -30,6 +30,7 @@ RESERVED_COLUMNS = {"prompts", "completions", "trainer_state", "log_extra", "log
 
 EMPTY_PROMPT = [{"role": "user", "content": ""}]  # the prompt of a row without a prompt; an environment adds its text
 
+COMPARED = 1_000  # rows that processes compare
 STORED_FROM = 10_000  # rows of a dataset whose token ids are stored; tokenizing them takes about a second
 VERSION = 1  # of the stored token ids; raise it when the code makes other ids
 
@@ -169,6 +170,13 @@ def prepare_prompts(
     makers = (PromptTokenizer(tokenizer, conversational, options, name, completed, column, tools) for column in read)
     ids, *critic_ids = (maker.tokenize(dataset) for maker in makers)
     return Prompts(dataset, ids, conversational, *critic_ids)
+
+
+def hash_rows(dataset: Dataset) -> str:
+    """Return a hash of the first rows, without files: their paths on two hosts may differ."""
+    files = [name for name, feature in dataset.features.items() if "decode=True" in repr(feature)]
+    first: Any = dataset.with_format("arrow").remove_columns(files)[:COMPARED]
+    return hashlib.sha256(repr(first.to_pylist()).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def dataset_of(prompts: Sequence[object] | None, columns: Mapping[str, Sequence[object]]) -> Dataset:

@@ -39,7 +39,8 @@ class EnvironmentPool:
 
     def __init__(self, name: str, factory: EnvironmentFactory | None, tools: Mapping[str, Tool]):
         self.name, self.factory = name, factory
-        self.first = self.make()  # the later instances offer the same to the model
+        self.first: Environment = None  # the first instance; the later ones offer the same to the model
+        self.first = self.make()
         self.schemas = self.describe(tools, tools_of(self.first))
         self.idle = [self.first]  # instances that no episode uses; no thread may still use them
 
@@ -51,13 +52,18 @@ class EnvironmentPool:
         """Return a new instance.
 
         Raises:
-            TypeError: the factory cannot be called, or makes an object without `reset`.
+            TypeError: the factory cannot be called, or makes an object without `reset` or unlike the first.
         """
         if self.factory is None:
             return None
-        environment = finish_within(None, "", self.factory)
+        environment, first = finish_within(None, "", self.factory), self.first
         if not callable(getattr(environment, "reset", None)):
             raise TypeError(f"{self.name} made a {type(environment).__name__}, which has no method reset(**row)")
+        if first is not None and offered_by(environment) != offered_by(first):
+            raise TypeError(
+                f"{self.name} made a {type(environment).__name__} with {offered_by(environment)} after a "
+                f"{type(first).__name__} with {offered_by(first)}; pass a mapping with a factory for each"
+            )
         return environment
 
     def describe(self, tools: Mapping[str, Tool], methods: Mapping[str, Tool]) -> list[Schema]:
@@ -215,3 +221,8 @@ def default_dataset(environment_factory: EnvironmentFactories | None, args: PPOC
     if environment_factory is None or isinstance(environment_factory, Mapping) or args.max_steps <= 0:
         return None
     return Dataset.from_list([{"prompt": EMPTY_PROMPT}])
+
+
+def offered_by(environment: Environment) -> str:
+    """Return what an environment offers to the model, in words."""
+    return "whole turns" if isinstance(environment, TextEnvironment) else f"tools {[*tools_of(environment)]}"

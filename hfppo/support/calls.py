@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import asynccontextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -18,7 +18,6 @@ import torch
 T = TypeVar("T")
 MOMENT = 0.05  # seconds
 MOST_THREADS = 64  # maximum number of concurrent plain calls of tools and environments
-ROOM = asyncio.Semaphore(MOST_THREADS)
 LOCK = threading.Lock()
 LOOPS: dict[int, asyncio.AbstractEventLoop] = {}  # by process, because a fork does not copy the loop's thread
 
@@ -182,10 +181,9 @@ class Worker(threading.Thread):
                 try:
                     call = self._calls.get(timeout=MOMENT)
                 except Empty:
-                    if self in IDLE:
-                        with suppress(ValueError):  # it has been taken meanwhile
-                            IDLE.remove(self)
-                            return
+                    with suppress(ValueError):  # it has been taken for a call, or is not back yet
+                        IDLE.remove(self)
+                        return
                     continue
                 if call is None:
                     return
@@ -196,7 +194,7 @@ class Worker(threading.Thread):
                     raise
                 except BaseException as error:
                     result.set_exception(error)
-                del call, func, result
+                del call, func, result  # a thread that waits keeps nothing alive
 
     def call(self, func: Callable[[], T]) -> Future[T]:
         """Begin to call a function."""
@@ -227,7 +225,7 @@ async def call_in_thread(func: Callable[[], T]) -> T:
         worker = IDLE.pop()
     except IndexError:
         worker = Worker()
-    if not worker.is_alive():  # of a process that has forked this one
+    if not worker.is_alive():  # of the process from which this one was forked
         worker = Worker()
     result = worker.call(func)
     result.add_done_callback(lambda _: loop.call_soon_threadsafe(done.set))
@@ -242,11 +240,17 @@ async def call_in_thread(func: Callable[[], T]) -> T:
     return result.result()
 
 
+@cache
+def room_in(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
+    """Return what bounds the concurrent plain calls of an event loop."""
+    return asyncio.Semaphore(MOST_THREADS)
+
+
 async def start_call(func: Callable[[], Any], seconds: float | None, message: str) -> Any:
     """Return what a function returns, which of an async one is awaitable; see `call_with_limit`."""
     if inspect.iscoroutinefunction(func):
         return func()
-    async with ROOM, time_limit(seconds, message):
+    async with room_in(asyncio.get_running_loop()), time_limit(seconds, message):
         return await call_in_thread(func)
 
 

@@ -58,8 +58,9 @@ def other_reward(completions, **kwargs):
 UNLIKE = {
     "order": lambda: make(train_dataset=DATASET.shuffle(seed=RANK)),
     "length": lambda: make(train_dataset=DATASET.select(range(own(16, 8)))),
+    "label": lambda: make(train_dataset=own(DATASET, OTHER_LABEL)),
     "columns": lambda: make(train_dataset=own(DATASET, DATASET.rename_column("answer", "label"))),
-    "evaluation": lambda: make(eval_dataset={"easy": DATASET, "hard": own(DATASET, DATASET.shuffle(seed=1))}),
+    "evaluation": lambda: make(eval_dataset={"easy": DATASET, "hard": own(DATASET, OTHER_LABEL)}),
     "names": lambda: make(eval_dataset={"easy": DATASET, own("hard", "harder"): DATASET}),
     "number": lambda: make(eval_dataset=own({"easy": DATASET, "hard": DATASET}, {"easy": DATASET})),
     "stream": lambda: make(
