@@ -21,7 +21,7 @@ from hfppo.token_trace.from_checkpoint import trace_prompt
 PROMPT = "请问1+1=2？"
 PLATEAU = {
     "lr_scheduler_type": "reduce_lr_on_plateau",
-    "metric_for_best_model": "eval_reward",
+    "lr_scheduler_kwargs": {"mode": "max"},
     "eval_strategy": "epoch",
 }
 
