@@ -154,7 +154,8 @@ class PPOParser(TrlParser):
         if word and not names:
             self.refuse([word])
         for action in self._actions:
-            if action.dest not in (names or [*self.own, *self.in_file]):
+            is_opposite = action.option_strings[0].startswith("--no_")  # of a switch that is on by default
+            if is_opposite or action.dest not in (names or [*self.own, *self.in_file]):
                 action.help = argparse.SUPPRESS
         self.print_help()
         self.exit()

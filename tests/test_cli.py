@@ -157,6 +157,7 @@ def test_the_help_has_our_fields_and_the_others_on_demand(config, capsys):
     shown = helped(capsys, "--help")
     own = [*inspect.get_annotations(PPOConfig), *inspect.get_annotations(Script)]
     assert [name for name in own if not re.search(f"^  --{name}[, \n]", shown, flags=re.MULTILINE)] == []
+    assert "--no_use_peft" not in shown
     assert "--weight_decay" not in shown
 
     assert "(default: 0.125)" in helped(capsys, *config("weight_decay: 0.125\n"), "--help")
