@@ -87,7 +87,7 @@ straight.train()
 straight.save_model(str(OUT / "end"))
 resumed = make("resumed")
 resumed.train(resume_from_checkpoint=str(OUT / "straight" / "checkpoint-1"))
-traces = [trace.to_json() for trace in read_traces(trace_file(straight.args.output_dir, 2))]
+traces = [vars(trace) for trace in read_traces(trace_file(straight.args.output_dir, 2))]
 sharded = next((p for p in straight.model.parameters() if isinstance(p, DTensor)), None)
 result = {
     "engine": str(straight.accelerator.distributed_type),
