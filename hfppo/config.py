@@ -166,7 +166,7 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
         "gae", "Estimator of the advantages; only gae has a critic.", choices=ADVANTAGE_ESTIMATORS
     )
     gamma: Share = option(1.0, "Discount per token (TRL).")
-    lam: Share = option(0.95, "λ of GAE (TRL; arXiv:1506.02438).")
+    lam: Share = option(1.0, "λ of GAE (TRL, whose default is 0.95; arXiv:1506.02438).")
     gamma_turn: Share | None = option(None, "Discount from one turn to the next; None: `gamma`.")
     lam_turn: Share | None = option(None, "λ from one turn to the next; None: the λ within a turn.")
     lam_critic: Share | None = option(None, "λ of the returns; None: the advantages' λ (arXiv:2503.01491).")

@@ -63,7 +63,7 @@ class Settings:
     max_grad_norm: float = 1.0
     kl_coef: float = 0.02  # β, the price of a nat between policy and reference, in units of reward
     gamma: float = 1.0  # γ, the discount of a reward for each token until it comes
-    lam: float = 0.95  # λ: 0 trusts the critic's predictions, 1 the rewards of this one completion
+    lam: float = 1.0  # λ: 0 trusts the critic's predictions, 1 the rewards of this one completion
     cliprange: float = 0.2  # ε: a token is pushed no further once its probability has changed by this share
     value_coef: float = 1.0
 

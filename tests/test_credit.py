@@ -128,7 +128,7 @@ def test_outcomes_are_all_rewards_that_follow():
 def test_explained_variance_is_of_outcomes_and_not_of_targets_with_values_in_them():
     """Each value is unrelated to the outcome; at λ = 0.95 it is most of the target."""
     unrelated = [(0.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 1.0)]
-    credited = credit([Completion([score], [0.0] * 240, [value] * 240) for score, value in unrelated])
+    credited = credit([Completion([score], [0.0] * 240, [value] * 240) for score, value in unrelated], lam=0.95)
     rollout = credited.rollout
     assert rollout.values is not None
     assert rollout.returns is not None

@@ -80,14 +80,14 @@ def first_token(completion_ids, **kwargs) -> list[list[float]]:
 def trained(folder: Path, config: Record, **kwargs: Any) -> list[Record]:
     """Return the rollouts of a run with completions of one turn."""
     keep = Keep()
-    small_trainer(folder, config, model=ragged_model(), callbacks=[keep], **kwargs).train()
+    small_trainer(folder, {"lam": 0.95, **config}, model=ragged_model(), callbacks=[keep], **kwargs).train()
     return list(map(record_of, keep.rollouts, keep.transcripts))
 
 
 def episodes(folder: Path, config: Record) -> list[Record]:
     """Return the rollouts of a run with a text environment."""
     keep = Keep()
-    talking_trainer(folder, {"max_steps": 8, **config}, callbacks=[keep]).train()
+    talking_trainer(folder, {"max_steps": 8, "lam": 0.95, **config}, callbacks=[keep]).train()
     return list(map(record_of, keep.rollouts, keep.transcripts))
 
 
@@ -97,9 +97,10 @@ def tools(folder: Path) -> list[Record]:
         [[call("open", key=0), call("open", key=1), "ok"], [call("look"), "seen"], [call("fly"), "no"], ["at once"]],
         [["ok"], [call("open", key="x"), "bad key"], [call("open", key=2), "won"], ["a long end" * 12 + "…"]],
     )
+    config = {"lam": 0.95, "missing_eos_penalty": 0.5}
     records = []
     for turns in scripts:
-        trainer = agent_trainer(folder, *turns, environment_factory=Doors, config={"missing_eos_penalty": 0.5})
+        trainer = agent_trainer(folder, *turns, environment_factory=Doors, config=config)
         rollout, transcript, _ = collect(trainer, training=True)
         records.append(record_of(rollout, transcript))
     return records

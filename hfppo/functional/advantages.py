@@ -34,7 +34,7 @@ def gae(
     values: Tensor,
     mask: Tensor,
     gamma: float | Tensor = 1.0,
-    lam: float | Tensor = 0.95,
+    lam: float | Tensor = 1.0,
     final_value: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimates over completion tokens. arXiv:1506.02438, eq. 16.
