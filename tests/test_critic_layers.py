@@ -84,7 +84,7 @@ def count_calls(layers, counts: Callable[[], bool]) -> list[int]:
 def test_values_and_gradients_are_those_of_the_whole_forward(monkeypatch, architecture, packed):
     if packed:
         monkeypatch.setattr(layout, "PACKING_ATTENTION", "sdpa")
-        monkeypatch.setattr(layout, "_packs", {})
+        monkeypatch.setattr(layout, "_tried", {})
     model = actor(architecture()).eval()
     of_reference = reference_states(model)
     with torch.no_grad():
@@ -280,7 +280,7 @@ def test_a_saved_critic_tells_its_layers(make_trainer, tmp_path):
     ("config", "critic", "message"),
     [
         ({"critic_layers": 1}, "shared", "critic_layers=1 is for critic='adapter'.* critic is 'shared'; leave"),
-        ({"critic_layers": 1}, scorer, "critic is 'LlamaForSequenceClassification'; leave critic_layers out"),
+        ({"critic_layers": 1}, scorer, "critic is 'model'; leave critic_layers out"),
         ({"critic_layers": 2}, "adapter", "critic_layers=2 must be below the model's 2 layers; lower it"),
         ({"critic_layers": 0}, "adapter", "critic_layers=0 must be at least 1"),
         (
