@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from typing import Any, TypeAlias, cast
@@ -256,10 +256,10 @@ def load_critic(
         return None
     # A revision belongs to the repository that it was given for.
     given = {name: value for name, value in inputs.init_kwargs.items() if name != "revision" or critic == inputs.model}
-    saved = find_critic(critic, **given)
-    source = replace(saved, layers=args.critic_layers, bounds=args.bounds, peft_config=own or saved.peft_config)
-    if train is not None:
-        source = replace(source, privileged=train.head.critic_ids is not None)
+    found = find_critic(critic, **given)
+    privileged = found.privileged if train is None else train.head.critic_ids is not None
+    adapter = own or found.peft_config
+    source = CriticSource(found.model, found.folder, args.critic_layers, args.bounds, adapter, privileged)
     source.check(base)
     if own is not None:
         check_adapter(own)

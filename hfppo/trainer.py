@@ -53,7 +53,7 @@ from hfppo.metrics import Meter, metrics_of, parts, parts_of
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs, Want
 from hfppo.models.critic import CRITIC_FOLDER
 from hfppo.models.loading import as_name, load_whole
-from hfppo.models.modes import compile_layers, place_model
+from hfppo.models.modes import attributes, compile_layers, place_model
 from hfppo.models.output_checks import check_outputs
 from hfppo.parts import ModelSource, RewardSource, TrainerInputs, check_prompts, load_parts
 from hfppo.prompt_maker import EVAL, TRAIN
@@ -572,14 +572,9 @@ class PPOTrainer(CrashSafeTrainer):
         """Return the prompts of `predict`."""
         return self.get_eval_dataloader(test_dataset)
 
-    @contextmanager
-    def eval_sampling(self, do_sample: bool) -> Iterator[None]:
+    def eval_sampling(self, do_sample: bool) -> AbstractContextManager[None]:
         """Make evaluations in the block sample, or decode greedily."""
-        before, self._eval_sampling = self._eval_sampling, do_sample
-        try:
-            yield
-        finally:
-            self._eval_sampling = before
+        return attributes(self, _eval_sampling=do_sample)
 
     def evaluation_loop(
         self,

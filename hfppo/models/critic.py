@@ -242,8 +242,8 @@ def find_critic(critic: str | PreTrainedModel | CriticSource, **init_kwargs: obj
         bounds = ValueRange(**saved["value_range"]) if "value_range" in saved else None
         adapter = {name: x for name, x in (saved.get("peft_config") or {}).items() if x is not None}
         config = get_peft_config(adapter) if saved.get("has_own_adapter") else None
-        more = {"bounds": bounds, "peft_config": config, "privileged": saved.get("privileged", False)}
-        return CriticSource(find_critic(base, **of_base).model, folder, saved.get("layers"), **more)
+        model, privileged = find_critic(base, **of_base).model, saved.get("privileged", False)
+        return CriticSource(model, folder, saved.get("layers"), bounds, config, privileged)
     if adapter_config(critic, **options) is not None:
         raise ValueError(f"critic={critic!r} is an adapter; merge it into its base, save that, and give its folder")
     try:
