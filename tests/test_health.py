@@ -103,8 +103,7 @@ class Case:
 
 RUNS = {
     "learning rate × 100": Case(
-        {"clip-fraction": "lower learning_rate (now 1.0)"},
-        {"learning_rate": 1.0, "max_steps": 16},
+        {"clip-fraction": "lower learning_rate (now 1.0)"}, {"learning_rate": 1.0, "max_steps": 16}
     ),
     "the rate of a small base": Case(
         {"learning-rate": "lower learning_rate (now 0.01)"}, ONE_STEP | {"max_steps": 1}, spoil=large
@@ -127,8 +126,7 @@ RUNS = {
         {"reward_funcs": relative},
     ),
     "a limit below the length of answers": Case(
-        {"truncation": "raise max_completion_length (now 2)"},
-        ONE_STEP | {"max_completion_length": 2, "max_steps": 3},
+        {"truncation": "raise max_completion_length (now 2)"}, ONE_STEP | {"max_completion_length": 2, "max_steps": 3}
     ),
     "answers that do not fit": Case(
         {"dropped-answers": "raise max_completion_length (now 6)"},

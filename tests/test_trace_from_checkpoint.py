@@ -126,11 +126,6 @@ def test_without_a_score_what_rests_on_it_is_unknown(run, capsys):
     assert "add --score 1" in capsys.readouterr().out
 
 
-def test_chat_applies_the_chat_template(run):
-    trace, _ = trace_prompt(run.checkpoint, "请问1+1=2", chat=True)
-    assert trace.prompt == "请问1+1=2？，"
-
-
 def test_command_prints_the_table_and_writes_the_page(run, tmp_path, capsys):
     page = tmp_path / "new/page.html"
     main([str(run.checkpoint), PROMPT, "--score", "1", "--html", str(page)])
@@ -141,19 +136,12 @@ def test_command_prints_the_table_and_writes_the_page(run, tmp_path, capsys):
     assert PROMPT in page.read_text()
 
 
-class Bomb:
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
-
-
 def test_nothing_in_a_checkpoint_runs_as_code(run, tmp_path, monkeypatch):
     """Its pickles are not opened, and it cannot ask for a base's code to be trusted."""
     checkpoint = shutil.copytree(run.checkpoint, tmp_path / "checkpoint")
+    bomb = type("Bomb", (), {"__reduce__": lambda self: (Path.touch, (tmp_path / "exploded",))})()
     for name in ("training_args.bin", "optimizer.pt", "rng_state.pth", "pytorch_model.bin", "adapter_model.bin"):
-        (checkpoint / name).write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
+        (checkpoint / name).write_bytes(pickle.dumps(bomb))
     path = checkpoint / "ppo_state_0.json"
     content = json.loads(path.read_text())
     content["run"]["settings"]["model_init_kwargs"] = {"trust_remote_code": True, "dtype": "float32"}
@@ -184,14 +172,6 @@ def test_errors_say_what_to_do(run, tmp_path):
             main(arguments)
         assert [words for words in said if words not in str(error.value)] == []
     main([str(tmp_path / "moved"), PROMPT, "--base", str(out.parent / "base")])
-
-
-def test_a_damaged_checkpoint_is_refused_by_the_name_of_its_file(run, tmp_path):
-    folder = Path(shutil.copytree(run.checkpoint, tmp_path / "checkpoint"))
-    (folder / "critic/critic.safetensors").unlink()
-    said = f"{folder} is not a whole checkpoint .* critic/critic.safetensors; give a whole one"
-    with pytest.raises(SystemExit, match=said):
-        main([str(folder), PROMPT, "--score", "1"])
 
 
 def test_a_whole_checkpoint_of_another_trainer_is_refused(run, tmp_path):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from rich.console import Console
+from torch.nn.functional import pad
 
 from hfppo import Rollout
 from hfppo.functional import gae
@@ -28,25 +29,17 @@ def rollout(tokenizer) -> Rollout:
     logprobs = torch.tensor([[-0.12, -0.08, -0.15, -0.10, -0.05, -0.02]])
     ref = torch.tensor([[-0.15, -0.10, -0.18, -0.12, -0.08, -0.03]])
 
-    def right(x, value=0.0):
-        return torch.nn.functional.pad(x, (0, 1), value=value)
-
+    of_tokens = {
+        **{"completion_ids": completion, "mask": mask, "loss_mask": mask, "rewards": REWARDS, "values": VALUES},
+        **{"rollout_logprobs": logprobs, "old_logprobs": logprobs, "ref_logprobs": ref, "td_errors": td_errors},
+        **{"advantages": advantages, "returns": returns},
+    }
     return Rollout(
-        prompt_ids=torch.nn.functional.pad(prompt, (2, 0), value=0),
-        prompt_mask=torch.nn.functional.pad(torch.ones_like(prompt, dtype=torch.bool), (2, 0), value=False),
-        completion_ids=right(completion, 0),
-        mask=right(mask, False),
-        loss_mask=right(mask, False),
+        prompt_ids=pad(prompt, (2, 0)),
+        prompt_mask=pad(torch.ones_like(prompt, dtype=torch.bool), (2, 0)),
         truncated=torch.tensor([False]),
         scores=torch.tensor([1.0]),
-        rollout_logprobs=right(logprobs),
-        old_logprobs=right(logprobs),
-        rewards=right(REWARDS),
-        advantages=right(advantages),
-        ref_logprobs=right(ref),
-        values=right(VALUES),
-        td_errors=right(td_errors),
-        returns=right(returns),
+        **{name: pad(x, (0, 1)) for name, x in of_tokens.items()},
     )
 
 

@@ -91,7 +91,7 @@ class TokenTable(JupyterMixin):
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
         tokens = [Text(escape_control_characters(token)) for token in self.columns["token"]]
         table.add_column("token", min_width=min(max((token.cell_len for token in tokens), default=0), 12))
-        shown = [name for name in HEADINGS if any(x is not None for x in self.columns[name])]
+        shown = [name for name in HEADINGS if any(x is not None for x in self.columns.get(name, []))]
         for name in shown:
             table.add_column(HEADINGS[name], justify="right", no_wrap=" " not in HEADINGS[name])
         turn = 1

@@ -15,7 +15,7 @@ from datasets import Dataset
 from torch.distributed.tensor import DTensor
 
 from helpers.processes import freeze_imports
-from helpers.runs import SMALL, count_digits
+from helpers.runs import SMALL, count_digits, untimed_logs
 from helpers.tiny import LORA, ragged_model
 from hfppo import ActorCritic, PPOConfig, PPOTrainer, TokenTraceCallback
 from hfppo.models import layout, output_head
@@ -74,11 +74,7 @@ def recorded(self, *args, state_dict, **kwargs):
 
 
 def logs(trainer: PPOTrainer) -> list[dict[str, float]]:
-    return [
-        {k: v for k, v in entry.items() if not k.startswith("time/") and "_per_second" not in k and "runtime" not in k}
-        for entry in trainer.state.log_history
-        if "loss" in entry or "eval_reward" in entry
-    ]
+    return [entry for entry in untimed_logs(trainer) if "loss" in entry or "eval_reward" in entry]
 
 
 # Another number of forwards on each process, which a sharded model must not follow.
