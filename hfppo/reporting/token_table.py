@@ -71,7 +71,7 @@ class TokenTable(JupyterMixin):
         columns = {
             "token": token_texts(rollout.completion_ids[index][real].tolist(), tokenizer),
             **{name: [None] * len(sampled) for name in HEADINGS},
-            **{name: where(sampled, x[index][real].tolist()) for name, x in numbers.items() if x is not None},
+            **{name: mask_context(sampled, x[index][real].tolist()) for name, x in numbers.items() if x is not None},
             "counted": rollout.loss_mask[index][real].tolist(),
         }
         if rollout.conversation is not None:
@@ -118,6 +118,6 @@ def format_cell(value: float | bool | None) -> str:
     return f"{value:.4f}"
 
 
-def where(sampled: list[bool], numbers: list) -> list:
+def mask_context(sampled: list[bool], numbers: list) -> list:
     """Return the numbers of the tokens that the model sampled, and None for the others."""
     return [x if is_own else None for x, is_own in zip(numbers, sampled, strict=True)]
