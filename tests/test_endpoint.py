@@ -433,6 +433,32 @@ def test_a_client_that_asks_again_gets_the_answer_it_has_missed(tmp_path):
     assert [len(batch) for batch in trainer.collector.sampler.calls] == [1, 1]
 
 
+def test_a_call_whose_client_has_left_is_not_sampled(tmp_path):
+    """The sampler answers row 1 meanwhile."""
+    import httpx2
+
+    begun, slow = threading.Event(), threading.Event()
+
+    def say(prompt):
+        begun.set()
+        slow.wait(20)
+        return "a"
+
+    def play(ask):
+        begun.wait(20)
+        with pytest.raises(httpx2.ReadTimeout):
+            ask(timeout=0.3)
+        time.sleep(0.2)  # the server notices
+        slow.set()
+        ask.messages[:] = [{"role": "user", "content": "b"}]
+        return float(ask().is_success)
+
+    trainer = saying_trainer(tmp_path, listening(play), say, config={"max_tool_calling_iterations": 1})
+    rollout, *_ = collect(trainer, 2)
+    assert rollout.scores.tolist() == [1.0, 1.0]
+    assert trainer.collector.sampler.calls == [["<user>go 1 <eos><assistant>"], ["<user>b<eos><assistant>"]]
+
+
 def test_the_key_ends_with_the_episode(tmp_path):
     kept = []
     trainer = saying_trainer(tmp_path, listening(lambda ask: kept.append(ask) or float(ask().is_success)))
