@@ -3,6 +3,7 @@
 import asyncio
 import json
 import subprocess
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -33,42 +34,39 @@ def chat_loop(create):
     return message.content
 
 
-def openai_loop(base_url, api_key):
-    client = pytest.importorskip("openai").OpenAI(base_url=base_url, api_key=api_key)
-    return chat_loop(lambda **given: client.chat.completions.create(**given).choices[0].message)
-
-
-def openai_stream(base_url, api_key):
-    client = pytest.importorskip("openai").OpenAI(base_url=base_url, api_key=api_key)
+def openai_loop(base_url, api_key, stream=False):
+    chat = pytest.importorskip("openai").OpenAI(base_url=base_url, api_key=api_key).chat.completions
 
     def create(**given):
-        with client.chat.completions.stream(**given) as events:
+        if not stream:
+            return chat.create(**given).choices[0].message
+        with chat.stream(**given) as events:
             return events.get_final_completion().choices[0].message
 
     return chat_loop(create)
 
 
-def curl(base_url, api_key):
+def curl(base_url, api_key, stream=False):
+    ask = ["curl", "-s", f"{base_url}/chat/completions", "-H", f"Authorization: Bearer {api_key}", "-d", "@-"]
+
     def create(**given):
-        request = ["curl", "-s", f"{base_url}/chat/completions", "-H", f"Authorization: Bearer {api_key}", "-d", "@-"]
-        answer = subprocess.run(request, input=json.dumps(given, default=vars).encode(), capture_output=True).stdout
-        return json.loads(answer, object_hook=lambda found: SimpleNamespace(**found)).choices[0].message
+        body = json.dumps({**given, "stream": stream}, default=vars)
+        said = subprocess.run(ask, input=body, capture_output=True, text=True).stdout
+        first = said.partition("\n")[0].removeprefix("data: ")
+        (choice,) = json.loads(first, object_hook=lambda found: SimpleNamespace(**found)).choices
+        return choice.delta if stream else choice.message
 
     return chat_loop(create)
 
 
-def litellm(base_url, api_key, **more):
+def litellm(base_url, api_key, stream=False):
     found = pytest.importorskip("litellm")
 
     def create(model, **given):
-        answer = found.completion(f"openai/{model}", api_base=base_url, api_key=api_key, **given, **more)
-        return (found.stream_chunk_builder(list(answer)) if more else answer).choices[0].message
+        answer = found.completion(f"openai/{model}", api_base=base_url, api_key=api_key, stream=stream, **given)
+        return (found.stream_chunk_builder(list(answer)) if stream else answer).choices[0].message
 
     return chat_loop(create)
-
-
-def litellm_stream(base_url, api_key):
-    return litellm(base_url, api_key, stream=True)
 
 
 async def agents_of(base_url, api_key, kind="OpenAIChatCompletionsModel", stream=False):
@@ -84,22 +82,6 @@ async def agents_of(base_url, api_key, kind="OpenAIChatCompletionsModel", stream
     return result.final_output
 
 
-def agents_chat(base_url, api_key):
-    return agents_of(base_url, api_key)
-
-
-def agents_chat_stream(base_url, api_key):
-    return agents_of(base_url, api_key, stream=True)
-
-
-def agents_responses(base_url, api_key):
-    return agents_of(base_url, api_key, "OpenAIResponsesModel")
-
-
-def agents_responses_stream(base_url, api_key):
-    return agents_of(base_url, api_key, "OpenAIResponsesModel", stream=True)
-
-
 async def pydantic_of(base_url, api_key, kind="OpenAIChatModel", stream=False, **more):
     pydantic_ai, models = pytest.importorskip("pydantic_ai"), pytest.importorskip("pydantic_ai.models.openai")
     provider = pytest.importorskip("pydantic_ai.providers.openai").OpenAIProvider(base_url=base_url, api_key=api_key)
@@ -112,39 +94,11 @@ async def pydantic_of(base_url, api_key, kind="OpenAIChatModel", stream=False, *
     return (await agent.run(QUESTION, event_stream_handler=read if stream else None)).output
 
 
-def pydantic_chat(base_url, api_key):
-    return pydantic_of(base_url, api_key)
-
-
-def pydantic_chat_stream(base_url, api_key):
-    return pydantic_of(base_url, api_key, stream=True)
-
-
-def pydantic_responses(base_url, api_key):
-    return pydantic_of(base_url, api_key, "OpenAIResponsesModel")
-
-
-def pydantic_responses_stream(base_url, api_key):
-    return pydantic_of(base_url, api_key, "OpenAIResponsesModel", stream=True)
-
-
-def langchain(base_url, api_key, **more):
+def langchain(base_url, api_key, stream=False, **more):
     found = pytest.importorskip("langchain_openai")
-    model = found.ChatOpenAI(model="policy", base_url=base_url, api_key=api_key, **more)
+    model = found.ChatOpenAI(model="policy", base_url=base_url, api_key=api_key, streaming=stream, **more)
     agent = pytest.importorskip("langchain.agents").create_agent(model, [add])
     return agent.invoke({"messages": [("user", QUESTION)]})["messages"][-1].text
-
-
-def langchain_stream(base_url, api_key):
-    return langchain(base_url, api_key, streaming=True)
-
-
-def langchain_responses(base_url, api_key):
-    return langchain(base_url, api_key, use_responses_api=True)
-
-
-def langchain_responses_stream(base_url, api_key):
-    return langchain(base_url, api_key, use_responses_api=True, streaming=True)
 
 
 def anthropic_loop(base_url, api_key, stream=False):
@@ -170,15 +124,19 @@ def anthropic_loop(base_url, api_key, stream=False):
         messages.append({"role": "user", "content": results})
 
 
-def anthropic_stream(base_url, api_key):
-    return anthropic_loop(base_url, api_key, stream=True)
-
-
-CLIENTS = [
-    openai_loop, openai_stream, curl, agents_chat, agents_chat_stream, agents_responses, agents_responses_stream,
-    pydantic_chat, pydantic_chat_stream, pydantic_responses, pydantic_responses_stream, langchain, langchain_stream,
-    langchain_responses, langchain_responses_stream, litellm, litellm_stream, anthropic_loop, anthropic_stream,
-]  # fmt: skip
+# Each also with `stream`.
+CLIENTS = {
+    "openai": openai_loop,
+    "curl": curl,
+    "openai-agents, chat": agents_of,
+    "openai-agents, responses": partial(agents_of, kind="OpenAIResponsesModel"),
+    "pydantic-ai, chat": pydantic_of,
+    "pydantic-ai, responses": partial(pydantic_of, kind="OpenAIResponsesModel"),
+    "langchain, chat": langchain,
+    "langchain, responses": partial(langchain, use_responses_api=True),
+    "litellm": litellm,
+    "anthropic": anthropic_loop,
+}
 
 
 def played(tmp_path, client, say=say, **kwargs):
@@ -195,10 +153,11 @@ def played(tmp_path, client, say=say, **kwargs):
     return found, trainer, collect(trainer, 1, training=True)
 
 
-@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.__name__)
-def test_an_unmodified_client_has_one_conversation(tmp_path, monkeypatch, client):
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("client", CLIENTS)
+def test_an_unmodified_client_has_one_conversation(tmp_path, monkeypatch, client, stream):
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    found, trainer, (rollout, transcript, metrics) = played(tmp_path, client)
+    found, trainer, (rollout, transcript, metrics) = played(tmp_path, partial(CLIENTS[client], stream=stream))
     assert metrics["agent/failed_frac"] == 0
     assert found == [ANSWER]
     turns = [f"{CALLS[0]}{EOS}<tool>5{EOS}", f"{CALLS[1]}{EOS}<tool>11{EOS}", f"{ANSWER}{EOS}"]
