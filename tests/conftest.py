@@ -12,15 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import build_tiny_base
 import pytest
 from datasets import Dataset
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from helpers import agents
 from helpers.http_server import Answer, Server
 from helpers.processes import freeze_imports
 from helpers.runs import SUMS, chat_tokenizer, small_trainer
-from helpers.tiny import tiny_model
 from hfppo import PPOCallback, PPOConfig, PPOTrainer, RunPageCallback
 
 
@@ -44,11 +44,6 @@ def no_run_page(monkeypatch, request):
     if "run_page" not in request.fixturenames:
         for event in ("on_rollout_end", "on_log", "on_train_end"):
             monkeypatch.setattr(RunPageCallback, event, getattr(PPOCallback, event))
-
-
-@pytest.fixture
-def model() -> LlamaForCausalLM:
-    return tiny_model()
 
 
 @pytest.fixture
@@ -81,6 +76,13 @@ def make_trainer(tmp_path: Path, tokenizer, dataset):
 def make_agent(tmp_path: Path):
     """Build a small trainer with tools or an environment; see `agent_trainer`."""
     return partial(agents.agent_trainer, tmp_path / "out")
+
+
+@pytest.fixture(scope="session")
+def tiny_base(tmp_path_factory) -> str:
+    """The folder of a tiny chat model for recipes."""
+    build_tiny_base.build(folder := str(tmp_path_factory.mktemp("tiny")))
+    return folder
 
 
 @pytest.fixture

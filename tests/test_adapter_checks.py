@@ -28,10 +28,7 @@ WRITES = {
     "PiSSA": LoraConfig(init_lora_weights="pissa", **TARGETS),
     "OLoRA": LoraConfig(init_lora_weights="olora", **TARGETS),
 }
-NOISY = {
-    "MonteCLoRA": LoraConfig(monteclora_config=MontecloraConfig(), **TARGETS),
-    "PVeRA": PveraConfig(**TARGETS),
-}
+NOISY = [LoraConfig(monteclora_config=MontecloraConfig(), **TARGETS), PveraConfig(**TARGETS)]
 QUIET = {
     "LoRA": LORA,
     "dropout": LoraConfig(lora_dropout=0.5, **TARGETS),
@@ -79,10 +76,10 @@ def test_a_reward_adapter_that_writes_into_the_actors_base(make_trainer, tmp_pat
         make_trainer(model=base, reward_funcs=str(tmp_path / "reward"))
 
 
-@pytest.mark.parametrize("kind", NOISY)
-def test_an_adapter_that_draws_noise(kind):
+@pytest.mark.parametrize("config", NOISY, ids=["MonteCLoRA", "PVeRA"])
+def test_an_adapter_that_draws_noise(config):
     with pytest.raises(ValueError, match="draws noise, so two passes over one token disagree"):
-        ActorCritic(tiny_model(), NOISY[kind])
+        ActorCritic(tiny_model(), config)
 
 
 @pytest.mark.parametrize("kind", QUIET)

@@ -260,16 +260,3 @@ def test_samplers_that_read_trained_weights_are_refused(tmp_path):
     args = PPOConfig(str(tmp_path), **SMALL, rollouts_ahead=1)
     with pytest.raises(ValueError, match="rollouts_ahead=1 samples while the actor is trained, and Own may read"):
         Trainer(tiny_model(), count_digits, args, PROMPTS, None, chat_tokenizer())
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"rollouts_ahead": 2}, "rollouts_ahead=2 must be 0 or 1"),
-        ({"rollouts_ahead": 1, "use_vllm": True}, "rollouts_ahead=1 .* set vllm_mode='server'"),
-        ({"rollouts_ahead": 1, "torch_compile": True}, "rollouts_ahead=1 .* torch_compile=True"),
-    ],
-)
-def test_settings_it_does_not_go_with(make_trainer, config, message):
-    with pytest.raises(ValueError, match=message):
-        make_trainer(config)

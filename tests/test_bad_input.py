@@ -25,8 +25,16 @@ from transformers import (
 )
 
 from helpers.runs import PROMPTS, SMALL, count_digits, small_trainer
-from helpers.tiny import LORA, lora, tiny_model
-from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer
+from helpers.tiny import LORA, lora, scorer, tiny_experts, tiny_model
+from hfppo import (
+    AdaptiveKLCallback,
+    ClipMetricsCallback,
+    PPOConfig,
+    PPOTrainer,
+    RewardServer,
+    TokenTraceCallback,
+    TolerantReward,
+)
 from hfppo.generation.generate import TransformersSampler
 from hfppo.saving.manifest import seal
 
@@ -95,9 +103,10 @@ def trained(**config: Any) -> Case:
     return given(config)
 
 
-def given(config: dict | None = None, **makers: Callable[[], Any]) -> Case:
-    """Train with these arguments of PPOTrainer, made anew for each test."""
-    return lambda bench: bench.make_trainer(config, **{name: make() for name, make in makers.items()}).train()
+def given(config: dict | None = None, **makers: Any) -> Case:
+    """Train with these arguments of PPOTrainer, which functions make anew for each test."""
+    arguments = lambda: {name: make() if callable(make) else make for name, make in makers.items()}  # noqa: E731
+    return lambda bench: bench.make_trainer(config, **arguments()).train()
 
 
 def data(*prompts: Any, column: str = "prompt", **config: Any) -> Case:
@@ -133,9 +142,23 @@ def of_lora(**fields: Any) -> Case:
     return given(peft_config=lambda: lora(**fields))
 
 
+def told(critic_prompt: Any = "3！") -> Dataset:
+    """Prompts of which the critic is told more."""
+    return PROMPTS.add_column("critic_prompt", [critic_prompt] * len(PROMPTS))
+
+
 def remove_a_process(folder: Path) -> None:
     (folder / "ppo_state_0.json").unlink()
     seal(folder)  # so that the file is not missed as damage
+
+
+def made(kind: Callable[..., Any], *arguments: Any) -> Callable[..., Case]:
+    """Construct an object with these arguments and more."""
+    return lambda **more: lambda bench: kind(*arguments, **more)
+
+
+tolerant, traced, clipped = made(TolerantReward, count_digits), made(TokenTraceCallback), made(ClipMetricsCallback)
+server = made(lambda url="http://127.0.0.1:9", **more: RewardServer(url, **more))
 
 
 def flags(*words: str) -> Case:
@@ -145,99 +168,127 @@ def flags(*words: str) -> Case:
 
 
 TOOL = {"role": "tool", "content": "1"}
-# Each case: the bad input, what the error names, a word of its remedy. Each guards another way of being wrong.
-CASES: dict[str, tuple[Case, str, str]] = {
+GRPO = {"advantage_estimator": "grpo", "num_generations": 2}
+PLAIN = {"advantage_estimator": "reinforce_plus_plus"}  # without a critic
+UPPER = {"critic_layers": 1}
+LATE = {"critic_update": "after_actor"}
+# What each error names and its remedy, and the bad input, which is another way of being wrong each time.
+CASES: dict[str, Case] = {
     # Fields
-    "a number out of its range": (trained(gamma=1.01), "gamma=1.01", "[0, 1]"),
-    "a number that is text": (trained(learning_rate="1e-5"), "learning_rate='1e-5'", "1.0e-5"),
-    "an infinite number": (trained(kl_coef=float("inf")), "kl_coef=inf", "finite"),
-    "an unknown choice": (trained(kl_estimator="k4"), "kl_estimator='k4'", "k3"),
-    "a misspelt flag": (flags("--kl_coeff", "0.1"), "--kl_coeff", "HfArgumentParser"),
-    "groups of one": (trained(advantage_estimator="grpo"), "advantage_estimator='grpo'", "num_generations"),
-    "groups across batches": (trained(num_generations=3), "num_generations", "per_device_train_batch_size"),
-    "no positions for completions": (trained(max_completion_length=123), "max_completion_length", "max_prompt_length"),
-    "a metric that is none": (trained(metric_for_best_model="eval_loss"), "metric_for_best_model", "unscorable_frac"),
-    "an optimizer with two sets of weights": (trained(optim="schedule_free_adamw"), "optim=", "adamw_torch"),
+    r"gamma=1\.01 .*\[0, 1\]": trained(gamma=1.01),
+    "learning_rate='1e-5'.*1.0e-5": trained(learning_rate="1e-5"),
+    "kl_coef=inf.*finite": trained(kl_coef=float("inf")),
+    "kl_estimator='k4'.*k3": trained(kl_estimator="k4"),
+    "HfArgumentParser.*--kl_coeff": flags("--kl_coeff", "0.1"),
+    "advantage_estimator='grpo'.*num_generations": trained(advantage_estimator="grpo"),
+    "per_device_train_batch_size.*num_generations=3": trained(num_generations=3),
+    "max_completion_length.*max_prompt_length": trained(max_completion_length=123),
+    "metric_for_best_model.*unscorable_frac": trained(metric_for_best_model="eval_loss"),
+    "optim=.*adamw_torch": trained(optim="schedule_free_adamw"),  # which has two sets of weights
+    "prompt_candidates=2 .*'reinforce_plus_plus'": trained(prompt_candidates=2, **PLAIN),
+    "rollouts_ahead=2 must be 0 or 1": trained(rollouts_ahead=2),
+    "rollouts_ahead=1 .* set vllm_mode='server'": trained(rollouts_ahead=1, use_vllm=True),
+    "rollouts_ahead=1 .* torch_compile=True": trained(rollouts_ahead=1, torch_compile=True),
+    r"rollouts_ahead=1 .*target_parameters=\['down_proj', .* set rollouts_ahead=0": given(
+        {"rollouts_ahead": 1}, model=lambda: tiny_experts("qwen3_moe")
+    ),
+    **{
+        f"torch_compile_mode='{mode}' records a CUDA graph.* leave torch_compile_mode": trained(
+            torch_compile_mode=mode
+        )
+        for mode in ("reduce-overhead", "max-autotune")
+    },
     # Prompts
-    "no prompt column": (data("1+1=", column="question"), "train_dataset", "rename_column"),
-    "a column that the trainer passes itself": (
-        given(train_dataset=lambda: Dataset.from_dict({"prompt": ["1"], "completions": ["2"]})),
-        *("train_dataset", "rename"),
+    "train_dataset.*rename_column": data("1+1=", column="question"),
+    "train_dataset.*completions.*rename": given(train_dataset=lambda: PROMPTS.add_column("completions", ["2"] * 16)),
+    "prompts.*list": lambda bench: bench.make_trainer().rollout("1+1="),
+    "row 1.*'role'": data("1+1=", None),
+    "row 0.*'content'": data([{"role": "user"}]),
+    "row 0.*chat template": given(
+        processing_class=strict_tokenizer, train_dataset=lambda: Dataset.from_dict({"prompt": [[TOOL]]})
     ),
-    "a text instead of a list of prompts": (lambda bench: bench.make_trainer().rollout("1+1="), "prompts", "list"),
-    "a missing prompt": (data("1+1=", None), "row 1", "'role'"),
-    "a message without content": (data([{"role": "user"}]), "row 0", "'content'"),
-    "a role that the chat template rejects": (
-        given(processing_class=strict_tokenizer, train_dataset=lambda: Dataset.from_dict({"prompt": [[TOOL]]})),
-        *("row 0", "chat template"),
-    ),
-    "all prompts too long": (data("1+1=", "1+2=", max_prompt_length=3), "train_dataset", "max_prompt_length"),
-    "a stream without an end": (
-        given({"max_steps": -1}, train_dataset=PROMPTS.to_iterable_dataset),
-        *("train_dataset", "max_steps"),
-    ),
+    "train_dataset.*max_prompt_length": data("1+1=", "1+2=", max_prompt_length=3),
+    "train_dataset.*max_steps": given({"max_steps": -1}, train_dataset=PROMPTS.to_iterable_dataset),
     # Models and tokenizers
-    "plain TrainingArguments": (
-        lambda bench: PPOTrainer(tiny_model(), count_digits, TrainingArguments("runs", report_to="none")),
-        *("args", "PPOConfig"),
+    "args.*PPOConfig": lambda bench: PPOTrainer(
+        tiny_model(), count_digits, TrainingArguments("runs", report_to="none")
     ),
-    "a model with a hidden adapter": (given(model=lambda: adapter().get_base_model()), "model", "adapter"),
-    "an encoder-decoder": (given(model=t5), "model", "AutoModelForCausalLM"),
-    "another model's tokenizer": (given(model=of_size(10)), "train_dataset has token id", "processing_class"),
-    "padding that the model lacks": (
-        given(processing_class=tokenizer_with_added_padding, model=of_size(25)),
-        *("processing_class", "resize_token_embeddings"),
+    "model.*adapter": given(model=lambda: adapter().get_base_model()),
+    "model.*AutoModelForCausalLM": given(model=t5),
+    "train_dataset has token id.*processing_class": given(model=of_size(10)),
+    "processing_class.*resize_token_embeddings": given(
+        processing_class=tokenizer_with_added_padding, model=of_size(25)
     ),
-    "an end of sequence that the model lacks": (
-        given(model=lambda: model_with_eos(50_256)),
-        *("generation_config", "resize_token_embeddings"),
+    "generation_config.*resize_token_embeddings": given(model=lambda: model_with_eos(50_256)),
+    "processing_class.*eos_token": given(processing_class=tokenizer_without_eos, model=lambda: model_with_eos(None)),
+    "ref_model.*token": given(ref_model=of_size(20)),
+    "critic='adaptor'.*'shared'": given(critic="adaptor"),
+    "critic.*device_map": given(critic=spread_out),
+    "critic.*'adapter'": given(critic=encoder),  # which reads ahead
+    "critic.*peft_config": lambda bench: bench.make_trainer(critic=str(bench.checkpoint), peft_config=lora(r=2)),
+    "peft_config.*LoRA": given(peft_config=lambda: PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")),
+    "layer_replication.*adapter": of_lora(layer_replication=[(0, 2), (0, 2)]),
+    "alora_invocation_tokens.*peft_config": of_lora(alora_invocation_tokens=[3]),
+    "bias='all'.*peft_config": of_lora(bias="all"),
+    "model.*peft_config": given(model=adapter),
+    # Critics
+    "num_critic_epochs=4 train the critic, but vf_coef=0": trained(num_critic_epochs=4, vf_coef=0.0),
+    "num_critic_epochs=4 has no effect": trained(num_critic_epochs=4, **PLAIN),
+    "critic_pretraining_completions=26, .* uses up total_episodes=32": trained(
+        critic_pretraining_completions=26, total_episodes=32
     ),
-    "no end of sequence": (
-        given(processing_class=tokenizer_without_eos, model=lambda: model_with_eos(None)),
-        *("processing_class", "eos_token"),
+    "critic_pretraining_completions=26 has no effect": trained(critic_pretraining_completions=26, **PLAIN),
+    "critic_layers=1 is for critic='adapter'.* is 'shared'; leave": given(UPPER, critic="shared"),
+    "critic is 'LlamaForSequenceClassification'; leave critic_layers out": given(UPPER, critic=scorer),
+    "critic_layers=2 must be below the model's 2 layers; lower it": trained(critic_layers=2),
+    "critic_layers=0 must be at least 1": trained(critic_layers=0),
+    "critic_layers=1 has no effect": trained(**UPPER, **PLAIN),
+    "critic_layers=1 leaves the critic no weight to train": given(
+        UPPER, peft_config=lambda: lora(target_modules=["q_proj"], layers_to_transform=[0])
     ),
-    "a reference with fewer tokens": (given(ref_model=of_size(20)), "ref_model", "token"),
-    "an unknown critic": (given(critic=lambda: "adaptor"), "critic='adaptor'", "'shared'"),
-    "a model over several devices": (given(critic=spread_out), "critic", "device_map"),
-    "a critic that reads ahead": (given(critic=encoder), "critic", "'adapter'"),
-    "a saved critic of another shape": (
-        lambda bench: bench.make_trainer(critic=str(bench.checkpoint), peft_config=lora(r=2)),
-        *("critic", "peft_config"),
-    ),
-    "prompt tuning": (
-        given(peft_config=lambda: PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")),
-        *("peft_config", "LoRA"),
-    ),
-    "layers used twice": (of_lora(layer_replication=[(0, 2), (0, 2)]), "layer_replication", "adapter"),
-    "an adapter that some tokens switch on": (
-        of_lora(alora_invocation_tokens=[3]),
-        *("alora_invocation_tokens", "peft_config"),
-    ),
-    "trained biases": (of_lora(bias="all"), "bias='all'", "peft_config"),
-    "an adapter on an adapter": (given(model=adapter), "model", "peft_config"),
+    "weights returns at λ = 1, but lam_critic=None; set it to 1.0": trained(critic_update="policy_aligned"),
+    "critic_update='after_actor' has no effect": trained(**LATE, **GRPO),
+    "vf_coef=0 gives its loss no weight": trained(**LATE, vf_coef=0.0),
+    "set critic='shared_detached' or 'adapter'": given(LATE, critic="shared"),
+    "is an adapter, and critic='shared' has none": given(critic="shared", critic_peft_config=lora),
+    "critic_peft_config has no effect with advantage_estimator='grpo'": given(GRPO, critic_peft_config=lora),
+    "bias='all' trains biases": given(critic_peft_config=lambda: lora(bias="all")),
+    "with critic='shared' the critic starts from states": given(critic="shared", train_dataset=told),
+    "with critic='shared_detached' the critic": given(critic="shared_detached", train_dataset=told),
+    "with critic_layers=1 the critic starts from states": given(UPPER, train_dataset=told),
+    "row 0: the critic_prompt '' has no tokens": given(train_dataset=lambda: told("")),
+    "row 0: critic_prompt=1 is neither text nor": given(train_dataset=lambda: told(1)),
     # Reward functions and callbacks
-    "too many weights": (trained(reward_weights=[1.0, 2.0]), "reward_weights", "count_digits"),
-    "an adaptive KL that starts from 0": (
-        given({"kl_coef": 0.0}, callbacks=lambda: [AdaptiveKLCallback()]),
-        *("AdaptiveKLCallback", "kl_coef"),
-    ),
-    "an adaptive KL whose β would become negative": (
-        given(callbacks=lambda: [AdaptiveKLCallback(horizon=1.5)]),
-        *("horizon=1.5", "8 completions"),  # of a rollout
-    ),
+    "reward_funcs is empty; give at least one": given({"kl_coef": 1.0}, reward_funcs=None),
+    "reward_funcs is empty.*docs/distillation.md": given({"kl_coef": 0.0}, reward_funcs=None, ref_model=tiny_model),
+    "on_error='ignore' must be 'skip' or a finite number": tolerant(on_error="ignore"),
+    "timeout=0 must be above 0": tolerant(timeout=0),
+    r"max_failed=1.5 must be in \[0, 1\]": tolerant(max_failed=1.5),
+    "'localhost:80' is not an HTTP address; write http://host:port/path": server(url="localhost:80"),
+    "'ftp://a/b' is not an HTTP address": server(url="ftp://a/b"),
+    "timeout=0 must be above 0, max_concurrency": server(timeout=0),
+    "max_retries=-1 0 or more": server(max_retries=-1),
+    "max_concurrency=0 1 or more": server(max_concurrency=0),
+    "batch_size=0 must be 1 or more": server(batch_size=0),
+    "every=0": traced(every=0),
+    "num_completions=0": traced(num_completions=0),
+    r"TokenTraceCallback\(trainer=trainer, prompts=": traced(prompts=["x"]),
+    r"columns \(evry\) belong together": traced(evry=2),
+    "target=": clipped(target=0.0),
+    "by=": clipped(by="ratio"),
+    "then=": clipped(target=0.1, then="halt"),
+    "reward_weights.*count_digits": trained(reward_weights=[1.0, 2.0]),
+    "AdaptiveKLCallback.*kl_coef": given({"kl_coef": 0.0}, callbacks=lambda: [AdaptiveKLCallback()]),
+    "horizon=1.5.*8 completions": given(callbacks=lambda: [AdaptiveKLCallback(horizon=1.5)]),  # of a rollout
     # Resuming
-    "another cut of the rollout": (resumed(config={"num_mini_batches": 4}), "num_mini_batches", "resume"),
-    "another order of prompts": (resumed(config={"seed": 4}), "seed", "resume"),
-    "another optimizer": (resumed(config={"optim": "sgd"}), "optim=", "resume"),
-    "other prompts": (resumed(train_dataset=lambda: PROMPTS.select(range(15, -1, -1))), "prompts", "resume"),
-    "another base": (resumed(model=lambda: tiny_model(seed=7)), "model", "resume"),
-    "another adapter": (resumed(peft_config=lambda: lora(lora_alpha=16)), "lora_alpha", "resume"),
-    "fewer processes": (resumed(remove_a_process), "ppo_state_0", "checkpoint"),
-    "no checkpoint": (
-        lambda bench: bench.make_trainer().train(resume_from_checkpoint=True),
-        "resume_from_checkpoint",
-        "output_dir",
-    ),
+    "num_mini_batches.*resume": resumed(config={"num_mini_batches": 4}),
+    "seed.*resume": resumed(config={"seed": 4}),
+    "optim=.*resume": resumed(config={"optim": "sgd"}),
+    "prompts.*resume": resumed(train_dataset=lambda: PROMPTS.select(range(15, -1, -1))),
+    r"base \(SHA-256.*resume": resumed(model=lambda: tiny_model(seed=7)),
+    "lora_alpha.*resume": resumed(peft_config=lambda: lora(lora_alpha=16)),
+    "ppo_state_0.*another trainer": resumed(remove_a_process),
+    "resume_from_checkpoint.*output_dir": lambda bench: bench.make_trainer().train(resume_from_checkpoint=True),
 }
 
 
@@ -270,18 +321,15 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_bad_input_is_refused_by_name(bench, name):
+@pytest.mark.parametrize(("message", "case"), CASES.items(), ids=CASES)
+def test_bad_input_is_refused_by_name(bench, message, case):
     """And neither the output folder nor the checkpoint changes."""
-    case, named, remedy = CASES[name]
     earlier = bench.folder / "out" / "adapter_model.safetensors"
     earlier.parent.mkdir()
     earlier.write_bytes(b"an earlier run's")
     before, first_run = contents(earlier.parent), contents(bench.checkpoint)
-    with pytest.raises((TypeError, ValueError)) as refused:
+    with pytest.raises((TypeError, ValueError), match=f"(?s){message}"):
         case(bench)
-    assert named in str(refused.value)
-    assert remedy in str(refused.value)
     assert contents(earlier.parent) == before
     assert contents(bench.checkpoint) == first_run
 
@@ -315,10 +363,10 @@ def test_every_field_of_a_type_refuses_what_is_of_another(tmp_path, kinds, value
             PPOConfig(output_dir=str(tmp_path), **{name: value})
 
 
-WRONG: dict[str, list[Any]] = {"processing_class": [len], "peft_config": [{"r": 8}, LoraConfig], "tools": [len]}
-
-
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("processing_class", len), ("peft_config", {"r": 8}), ("peft_config", LoraConfig), ("tools", len)],
+)
 def test_an_argument_of_another_type_is_refused_with_the_right_one(make_trainer, name, value):
     with pytest.raises(TypeError, match=rf"^{name}={re.escape(repr(value))} cannot be used; pass a"):
         make_trainer(**{name: value})

@@ -44,14 +44,9 @@ def test_the_best_comes_first_and_n_only_adds(trained):
     values = [table.rows[-1].value for table in ranked]
     assert values == sorted(values, reverse=True)
     assert len(set(values)) > 1
-    texts, few, other = (
-        [[row.token for row in table.rows] for table in tables]
-        for tables in (
-            ranked,
-            recipe.best_of(trainer, PROMPT, 2),
-            recipe.best_of(recipe.load_run(folder, seed=1, **settings), PROMPT, 8),
-        )
-    )
+    fewer = recipe.best_of(trainer, PROMPT, 2)
+    of_seed_1 = recipe.best_of(recipe.load_run(folder, seed=1, **settings), PROMPT, 8)
+    texts, few, other = ([[row.token for row in x.rows] for x in tables] for tables in (ranked, fewer, of_seed_1))
     assert [text in texts for text in few] == [True, True]
     assert other != texts
 

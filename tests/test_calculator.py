@@ -47,18 +47,14 @@ def test_template_and_parser_are_inverse(chatml):
     assert text == "\n<|im_start|>tool\n28<|im_end|>\n<|im_start|>assistant\n"
 
 
-@pytest.mark.parametrize(("expression", "value"), [("7 * 8", "56"), (" (2 - -3) * 4 ", "20"), ("007 - 9", None)])
+@pytest.mark.parametrize(("expression", "value"), [("7 * 8", "56"), (" (2 - -3) * 4 ", "20")])
 def test_values_of_expressions(expression, value):
-    if value is None:
-        with pytest.raises(SyntaxError):
-            calculator_tool.calc(expression)
-    else:
-        assert calculator_tool.calc(expression) == value
+    assert calculator_tool.calc(expression) == value
 
 
-@pytest.mark.parametrize("expression", ["2 ** 9", "1 / 2", "a", "f(1)", "'a' * 9", "True", "9" * 50, "1.5"])
+@pytest.mark.parametrize("expression", ["2 ** 9", "1 / 2", "a", "f(1)", "'a' * 9", "True", "9" * 50, "1.5", "007 - 9"])
 def test_other_expressions_are_refused(expression):
-    with pytest.raises(ValueError, match=r"only numbers|too long"):
+    with pytest.raises((ValueError, SyntaxError), match=r"only numbers|too long|leading zeros"):
         calculator_tool.calc(expression)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from helpers.runs import assert_same_run, logged, trained_state, untimed_logs
+from helpers.runs import logged, trained_state, untimed_logs
 from helpers.tiny import ragged_model
 from hfppo import ClipMetricsCallback, PPOCallback, PPOControl
 from hfppo.callbacks import PASSED, call_event
@@ -160,26 +160,3 @@ def test_a_callback_changes_the_clip_of_the_next_rollout(make_trainer):
     fractions = logged(trainer, "policy/clip_frac")
     assert fractions[:4] == [0.0] * 4
     assert max(fractions[5:]) > 0.3
-
-
-def test_steered_runs_resume_to_the_bit(make_trainer, tmp_path):
-    """Stopped within a rollout: the steps made on it, the factor and the clip come back."""
-    config = {**CONFIG, "max_steps": 12, "save_strategy": "steps", "save_steps": 1}
-
-    def callbacks():
-        return [ClipMetricsCallback(target=1e-3, per_mini_batch=True), Narrow()]
-
-    straight = make_trainer({**config, "output_dir": str(tmp_path / "straight")}, callbacks=callbacks())
-    straight.train()
-    assert straight.ppo_state.learning_rate_factor < 0.9
-    for step in (6, 7):
-        resumed = make_trainer({**config, "output_dir": str(tmp_path / f"resumed-{step}")}, callbacks=callbacks())
-        resumed.train(resume_from_checkpoint=str(tmp_path / f"straight/checkpoint-{step}"))
-        assert_same_run(straight, resumed)
-
-
-@pytest.mark.parametrize("given", [{"target": 0.0}, {"by": "ratio"}, {"target": 0.1, "then": "halt"}])
-def test_wrong_arguments_are_named(given):
-    *_, name = given
-    with pytest.raises(ValueError, match=f"{name}="):
-        ClipMetricsCallback(**given)

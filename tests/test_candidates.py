@@ -9,7 +9,7 @@ from datasets import Dataset
 from torch.testing import assert_close
 
 from helpers.agents import Chatter, talking_trainer
-from helpers.runs import assert_same_run, final_state, logged, small_trainer, untimed_logs
+from helpers.runs import final_state, logged, small_trainer, untimed_logs
 from helpers.scripted import collect_first, training_rows
 from helpers.tiny import scorer
 from hfppo.collect import candidates
@@ -187,26 +187,6 @@ def test_a_critic_that_explains_nothing_changes_nothing(make_trainer, monkeypatc
 GROUPS = {"advantage_estimator": "grpo", "num_generations": 2, "prompt_candidates": 3, **EIGHT}
 
 
-@pytest.mark.parametrize("environment", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_resuming_equals_the_straight_run(make_trainer, tmp_path, monkeypatch, environment):
-    monkeypatch.setattr(candidates, "EXPLAINED", 0.0)
-
-    def trainer(output_dir):
-        saving = {"max_steps": 12, "num_ppo_epochs": 1, "save_strategy": "steps", "save_steps": 1}
-        saving["output_dir"] = str(output_dir)
-        if environment:
-            return talking_trainer(output_dir, {**saving, "prompt_candidates": 2})
-        return make_trainer({**EIGHT, "num_mini_batches": 2, "prompt_candidates": 3, **saving}, train_dataset=SUMS)
-
-    straight = trainer(tmp_path / "straight")
-    straight.train()
-    assert straight.ppo_state.passed_over > 0
-    for step in (5, 6):  # within a rollout, and between two
-        resumed = trainer(tmp_path / f"from-{step}")
-        resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / f"checkpoint-{step}"))
-        assert_same_run(straight, resumed)
-
-
 def test_a_run_looks_at_the_window_after_the_last_and_logs_every_metric_of_candidates(make_trainer, always):
     config = {**EIGHT, "prompt_candidates": 3, "max_steps": 8}
     runs = [make_trainer({**config, **more}, train_dataset=SUMS) for more in ({}, GROUPS)]
@@ -274,14 +254,3 @@ def test_given_prompts_are_never_left_out(make_trainer):
     given = [f"{n}+1=" for n in range(8) for _ in range(2)]
     assert len(trainer.rollout(given)) == 16
     assert trainer.evaluate(SUMS.select(range(20)))["eval_reward"] >= 0
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"prompt_candidates": 2, "advantage_estimator": "reinforce_plus_plus"}, "=2 .*'reinforce_plus_plus'"),
-    ],
-)
-def test_settings_without_a_choice_are_refused(make_trainer, config, message):
-    with pytest.raises(ValueError, match=f"prompt_candidates{message}"):
-        make_trainer(config)

@@ -145,7 +145,6 @@ def test_local_base_is_no_base_model_of_the_hub(make_trainer, tmp_path, monkeypa
     trainer.save_model()
     card = card_of(tmp_path / "out")
     assert card.data.base_model == "team/base"
-    assert "base_model:adapter:team/base" in card.data.tags
     assert "[team/base](https://huggingface.co/team/base)" in card.text
 
 

@@ -13,15 +13,7 @@ import torch
 from trl import SFTConfig
 
 from hfppo import PPOConfig, PPOTrainer
-from hfppo.cli import (
-    ActorArguments,
-    DataArguments,
-    PPOParser,
-    RewardArguments,
-    actor_config,
-    load_data,
-    load_reward,
-)
+from hfppo.cli import ActorArguments, DataArguments, PPOParser, RewardArguments, actor_config, load_data, load_reward
 
 BASE = str(arithmetic.FOLDER / "base")
 

@@ -50,11 +50,3 @@ def test_a_second_trainer_of_the_same_arguments_is_compiled_too(make_trainer, da
     for trainer in (first, second):
         layers = trainer.model.causal_lm.model.layers
         assert all(layer._compiled_call_impl is not None for layer in layers)
-
-
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-def test_cuda_graphs_are_refused(make_trainer, mode):
-    with pytest.raises(
-        ValueError, match=f"torch_compile_mode='{mode}' records a CUDA graph.* leave torch_compile_mode"
-    ):
-        make_trainer({"torch_compile_mode": mode})

@@ -5,8 +5,6 @@ import json
 import os
 import resource
 import shutil
-import subprocess
-import sys
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import Trainer, TrainerCallback
 
-from helpers.processes import HELPERS, environment
+from helpers.processes import HELPERS, run_python
 from helpers.runs import SMALL, assert_same_end, count_digits, read_log, small_trainer
 from helpers.tiny import tiny_model
 from hfppo import PPOCallback, PPOTrainer
@@ -325,13 +323,7 @@ def test_a_disk_that_is_full_for_torch_and_safetensors_names_the_step(make_train
 def test_killed_runs_come_back_bit_for_bit(processes, kills, steps, variants):
     """The short version of what docs/reliability.md tells of."""
     flags = f"--seed 1 --kills {kills} --steps {steps} --processes {processes}".split()
-    found = subprocess.run(
-        [sys.executable, str(HELPERS / "chaos.py"), *flags, "--variants", *variants],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    found = run_python(HELPERS / "chaos.py", *flags, "--variants", *variants, timeout=500)
     assert found.returncode == 0, found.stdout + found.stderr[-3000:]
     counts = json.loads(found.stdout)
     assert counts["runs compared"] >= len(variants)

@@ -80,23 +80,3 @@ def test_the_critic_moves_in_each_step_of_its_warmup_and_the_actor_does_not(make
 def test_as_many_epochs_as_the_actor_are_the_same_run(make_trainer):
     runs = [train(make_trainer, {"num_ppo_epochs": 2, **more})[0] for more in ({}, {"num_critic_epochs": 2})]
     assert_same_run(*runs)
-
-
-def test_it_resumes_within_the_epochs_of_one(make_trainer, tmp_path):
-    config = {"num_ppo_epochs": 1, "num_critic_epochs": 3, "save_strategy": "steps", "save_steps": 1}
-    straight = train(make_trainer, config)[0]
-    resumed = make_trainer({**CONFIG, **config, "output_dir": str(tmp_path / "resumed")})
-    resumed.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-2"))
-    assert_same_run(straight, resumed)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"vf_coef": 0.0}, "num_critic_epochs=4 train the critic, but vf_coef=0"),
-        ({"advantage_estimator": "reinforce_plus_plus"}, "num_critic_epochs=4 has no effect"),
-    ],
-)
-def test_epochs_of_a_critic_that_learns_nothing_are_refused(make_trainer, config, message):
-    with pytest.raises(ValueError, match=message):
-        make_trainer({"num_critic_epochs": 4, **config})

@@ -279,15 +279,3 @@ def test_a_second_training_does_not_repeat_it(make_trainer):
 def test_an_optimizer_that_diverges_is_an_error(make_trainer):
     with pytest.raises(FloatingPointError, match=r"in step 0, .*in row \d+ of micro-batch 0 is not finite"):
         pretrained(make_trainer, reward_funcs=lambda completions, **_: [1e25 * len(c) for c in completions])
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"total_episodes": 32}, "=26, .* uses up total_episodes=32"),
-        ({"advantage_estimator": "reinforce_plus_plus"}, "=26 has no effect with"),
-    ],
-)
-def test_settings_that_leave_nothing_to_it_or_to_ppo_are_refused(make_trainer, config, message):
-    with pytest.raises(ValueError, match=f"critic_pretraining_completions{message}"):
-        make_trainer({**CONFIG, **config})

@@ -3,13 +3,12 @@
 import re
 from pathlib import Path
 
-import pytest
 import torch
 from datasets import Dataset
 from torch.testing import assert_close
 
 import hfppo
-from helpers.runs import Keep, count_digits, size_of
+from helpers.runs import Keep, size_of
 from helpers.scripted import answering, ids_of
 from helpers.tiny import tiny_model
 
@@ -70,22 +69,6 @@ def test_in_training_the_advantage_is_minus_the_log_ratio(make_trainer):
     expected = (rollout.ref_logprobs - rollout.old_logprobs).where(rollout.mask, 0.0)
     assert expected.abs().max() > 0.1
     assert_close(rollout.advantages, expected)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [{}, {"ref_model": True, "config": {"kl_coef": 0.0}}, {"config": {"kl_coef": 1.0}}],
-    ids=["nothing", "a reference that counts nowhere", "no teacher"],
-)
-def test_without_a_reward_a_reference_must_count(make_trainer, given):
-    given = {**given, **({"ref_model": tiny_model(seed=5)} if "ref_model" in given else {})}
-    with pytest.raises(ValueError, match=r"reward_funcs is empty; give at least one function.*docs/distillation.md"):
-        make_trainer(reward_funcs=None, **given)
-
-
-def test_a_reward_may_be_given_as_well(make_trainer):
-    trainer = make_trainer(DISTILLATION, reward_funcs=count_digits, ref_model=tiny_model(seed=5))
-    assert trainer.collector.rewards.names == ["count_digits"]
 
 
 def test_the_page_has_these_settings():

@@ -11,7 +11,7 @@ from datasets import Dataset
 from torch.testing import assert_close
 
 from helpers.agents import Chatter, talking_trainer
-from helpers.runs import critic_values, final_state, gradients, logged, logs
+from helpers.runs import assert_same_end, critic_values, gradients, logged, logs
 from hfppo import RunPageCallback, TokenTraceCallback
 from hfppo.functional import turn_starts
 from hfppo.reporting.token_table import TokenRow
@@ -97,14 +97,9 @@ def test_a_run_resumed_within_a_rollout_plays_nothing_again(played, folder, tmp_
     for step in (2, 5):
         resumed = talking_trainer(tmp_path / f"resumed-{step}", SAVING)
         resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
-        check_same_state(resumed, straight)
+        assert_same_end(resumed, straight)
         assert logs(resumed) == logs(straight)
     assert resets == Chatter.resets - 8  # of step 2 the second rollout was to come, of step 5 none
-
-
-def check_same_state(trainer, other):
-    expected = final_state(other)
-    assert all(torch.equal(x, expected[name]) for name, x in final_state(trainer).items())
 
 
 def test_evaluation_plays_the_same_episodes_each_time_and_changes_no_training(played, tmp_path):
@@ -114,7 +109,7 @@ def test_evaluation_plays_the_same_episodes_each_time_and_changes_no_training(pl
     assert {k: first[k] for k in scores} == {k: again[k] for k in scores}
     assert first["eval_turns/mean"] > 1
     trainer.train()
-    check_same_state(trainer, played[0])
+    assert_same_end(trainer, played[0])
 
 
 def test_changed_tools_are_refused_on_resume(tmp_path):

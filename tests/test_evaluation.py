@@ -36,11 +36,6 @@ def test_models_are_compared_by_the_reward_also_where_there_is_none(make_trainer
     assert all(math.isnan(x) if reward is None else x == reward for x in found)
 
 
-def test_a_schedule_that_takes_a_rising_reward_for_a_worse_one_is_refused(config):
-    with pytest.raises(ValueError, match=r"'reduce_lr_on_plateau' lowers .* eval_reward falls.*'mode': 'max'"):
-        config(lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps", eval_steps=1)
-
-
 def counts(completions, log_metric, **kwargs):
     log_metric("seen", 1.0)
     return count_digits(completions)

@@ -42,12 +42,8 @@ def test_files_that_cannot_be_written_are_warned_of(make_trainer, tmp_path, capl
     trainer = make_trainer(CONFIG, callbacks=[FullDisk(), TokenTraceCallback(every=1)])
     trainer.train()
     assert trainer.state.global_step == 12
-    for file in (
-        "metrics.jsonl",
-        "run.html",
-        "_traces/rollout-000001.jsonl",
-        "completions/completions_00000.parquet",
-    ):
+    files = ("metrics.jsonl", "run.html", "_traces/rollout-000001.jsonl", "completions/completions_00000.parquet")
+    for file in files:
         assert f"{folder / file} could not be written; training continues" in caplog.text
     assert_close(final_state(trainer), final_state(straight), rtol=0, atol=0)
     assert read_log(folder) == trainer.state.log_history  # whole again

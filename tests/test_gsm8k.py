@@ -1,14 +1,11 @@
 """The problems that ship are right, answers are read as people mean them, and the recipe runs on a tiny base."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import gsm8k
 import problems
 import pytest
-from build_tiny_base import build
 from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import EvalPrediction
@@ -35,13 +32,6 @@ WRONG = {
     "1,080": ["#### 1", "#### 1.080", "#### 80"],
     "0.75": [r"\boxed{\frac{4}{3}}", "#### 0.7"],
 }
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> str:
-    folder = str(tmp_path_factory.mktemp("tiny"))
-    build(folder)
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -97,12 +87,6 @@ def test_prompts_are_conversations_that_keep_the_columns():
     assert [message["role"] for message in made[0]["prompt"]] == ["user"]
 
 
-def test_other_columns_are_refused_by_name():
-    rows = Dataset.from_list([{"prompt": "1+1?", "answer": "#### 2"}])
-    with pytest.raises(ValueError, match="train has the columns prompt, answer; GSM8K's are question and answer"):
-        problems.make_conversations(rows, "train", problems.GSM8KArguments())
-
-
 @pytest.mark.parametrize("answer", ["It is 3.", None])
 def test_an_answer_without_its_mark_is_refused_by_row(answer):
     rows = Dataset.from_dict({"question": ["1+1?", "1+2?"], "answer": ["#### 2", answer]})
@@ -110,9 +94,9 @@ def test_an_answer_without_its_mark_is_refused_by_row(answer):
         problems.make_conversations(rows, "test", problems.GSM8KArguments())
 
 
-def test_two_steps_on_the_shipped_problems(tmp_path, tiny):
+def test_two_steps_on_the_shipped_problems(tmp_path, tiny_base):
     """An entropy bonus stands in for right answers, which random text lacks, so that there is something to learn."""
-    flags = ["--model_name_or_path", tiny, "--dtype", "float32", "--bf16", "false", "--entropy_coef", "0.1"]
+    flags = ["--model_name_or_path", tiny_base, "--dtype", "float32", "--bf16", "false", "--entropy_coef", "0.1"]
     flags += ["--dataset_name", "json", "--data_files", '{"train": "problems.jsonl", "test": "test.jsonl"}']
     flags += ["--gradient_accumulation_steps", "1", "--num_mini_batches", "1", "--max_completion_length", "6"]
     flags += ["--num_ppo_epochs", "2", "--eval_steps", "1", "--save_steps", "2"]
@@ -122,10 +106,3 @@ def test_two_steps_on_the_shipped_problems(tmp_path, tiny):
     assert any(tensor.abs().max() > 0 for name, tensor in adapter.items() if "lora_B" in name)
     assert (out / "critic/critic.safetensors").is_file()
     assert (out / "checkpoint-2/trainer_state.json").is_file()
-
-
-def test_without_math_verify_the_error_names_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "math_verify", None)
-    spec = importlib.util.spec_from_file_location("without_math_verify", FOLDER / "problems.py")
-    with pytest.raises(ImportError, match="pip install math-verify"):
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))

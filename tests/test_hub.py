@@ -86,34 +86,22 @@ def loaded(runs) -> dict:
     return torch.load(runs / "load.pt")
 
 
-def below(folder: str, names: set[str]) -> set[str]:
-    return {f"{folder}/{name}" for name in names}
+FOLDERS = {
+    "checkpoint": {"last-checkpoint": CHECKPOINT},
+    "all_checkpoints": {"checkpoint-3": CHECKPOINT, "checkpoint-6": CHECKPOINT, "checkpoint-8": MODEL | STATE},
+}
+STEPS = {"end": [], "every_save": [3, 6, 8], "checkpoint": [3, 6], "all_checkpoints": [3, 6, 8]}
+LAST = {"end": ["End of training"], "all_checkpoints": ["Model save"]}
 
 
-@pytest.mark.parametrize(
-    ("strategy", "files", "commits"),
-    [
-        ("end", MODEL, ["End of training"]),
-        ("every_save", MODEL, [f"{PROGRESS}{step}" for step in (3, 6, 8)]),
-        (
-            "checkpoint",
-            MODEL | below("last-checkpoint", CHECKPOINT),
-            [f"{PROGRESS}{step}{what}" for step in (3, 6) for what in ("", ", checkpoint")],
-        ),
-        (
-            "all_checkpoints",
-            MODEL
-            | below("checkpoint-3", CHECKPOINT)
-            | below("checkpoint-6", CHECKPOINT)
-            | below("checkpoint-8", MODEL | STATE),
-            [*(f"{PROGRESS}{step}{what}" for step in (3, 6, 8) for what in ("", ", checkpoint")), "Model save"],
-        ),
-    ],
-)
-def test_what_each_strategy_pushes(runs, hub, strategy, files, commits):
+@pytest.mark.parametrize("strategy", STEPS)
+def test_what_each_strategy_pushes(runs, hub, strategy):
+    folders, each = FOLDERS.get(strategy, {}), ("", ", checkpoint")
+    files = MODEL | {f"{folder}/{name}" for folder, names in folders.items() for name in names}
+    commits = [f"{PROGRESS}{step}{what}" for step in STEPS[strategy] for what in each[: 2 if folders else 1]]
     repo = f"someone/{strategy}"
     assert {name for name in hub.files(repo) if not name.endswith(PICTURES)} == files | CURVES
-    assert hub.messages(repo)[1:] == commits
+    assert hub.messages(repo)[1:] == commits + LAST.get(strategy, [])
     for name in MODEL - {"README.md"}:
         assert hub.files(repo)[name] == (runs / strategy / name).read_bytes(), name
     assert b'"traces": []' in hub.files(repo).get("run.html", b'"traces": []'), "no texts of completions"

@@ -5,18 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
-    FalconConfig,
-    FalconForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
 
 from helpers.runs import Keep, critic_values, gradients, logged, small_trainer, trainable
 from helpers.scripted import training_rows
@@ -24,19 +12,15 @@ from helpers.tiny import tiny_gpt2, tiny_model, tiny_of_type, tiny_opt, tiny_qwe
 from hfppo import PPOCallback
 from hfppo.models.actor_critic import Want
 
-SHAPE = {"vocab_size": 26, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "bos_token_id": None}
-SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 2, "eos_token_id": 1, "pad_token_id": 0}
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "router_jitter_noise": 0.1}
 UNUSUAL = {
     "layers are dropped": lambda: tiny_opt(layerdrop=0.5),
-    "inputs of experts are jittered": lambda: MixtralForCausalLM(MixtralConfig(**SHAPE, **EXPERTS)),
-    "logits are capped in bfloat16": lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=16)).bfloat16(),
-    "logits are divided in bfloat16": lambda: GraniteForCausalLM(
-        GraniteConfig(**SHAPE, logits_scaling=0.3)
-    ).bfloat16(),
-    "logits are multiplied": lambda: CohereForCausalLM(CohereConfig(**SHAPE, logit_scale=0.3)),
-    "dropout is read from the configuration": lambda: FalconForCausalLM(
-        FalconConfig(**{**SHAPE, "num_key_value_heads": 1}, hidden_dropout=0.3, attention_dropout=0.3)
+    "inputs of experts are jittered": lambda: tiny_of_type("mixtral", **EXPERTS),
+    "logits are capped in bfloat16": lambda: tiny_of_type("gemma2", head_dim=16).bfloat16(),
+    "logits are divided in bfloat16": lambda: tiny_of_type("granite", logits_scaling=0.3).bfloat16(),
+    "logits are multiplied": lambda: tiny_of_type("cohere", logit_scale=0.3),
+    "dropout is read from the configuration": lambda: tiny_of_type(
+        "falcon", hidden_dropout=0.3, attention_dropout=0.3
     ),
     "states have another width before the head": lambda: tiny_opt(word_embed_proj_dim=16),
     "logits are multiplied after a state space": lambda: tiny_of_type("falcon_h1", lm_head_multiplier=0.3),

@@ -6,19 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from helpers.runs import SMALL, assert_same_end
+from helpers.runs import SMALL, assert_same_end, untimed_logs
 from hfppo import PPOCallback
 from hfppo.saving.checkpoint_folders import find_last_intact
 from hfppo.saving.just_in_time import JustInTimeCallback
 
 CONFIG = {**SMALL, "max_steps": 6, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 CONFIG |= {"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
-
-
-def history(trainer) -> list[dict[str, float]]:
-    """The whole log without what is measured in seconds."""
-    timed = ("time/", "_runtime", "_per_second", "train_loss", "total_flos")
-    return [{k: v for k, v in entry.items() if not any(x in k for x in timed)} for entry in trainer.state.log_history]
 
 
 def train_until_told(make_trainer, config, event, step, callbacks=(), resume=None, **kwargs):
@@ -56,7 +50,7 @@ def test_the_checkpoint_is_whole_and_resumes(make_trainer, dataset, tmp_path, ev
     resumed = make_trainer(CONFIG, eval_dataset=dataset)
     resumed.train(resume_from_checkpoint=True)
     assert_same_end(resumed, straight)
-    assert history(resumed) == history(straight)
+    assert untimed_logs(resumed) == untimed_logs(straight)
 
 
 def test_no_rollout_is_collected_first(make_trainer, tmp_path):
@@ -85,8 +79,8 @@ def test_epochs_are_logged_and_evaluated_when_they_are_over_and_only_then(make_t
     resumed = make_trainer(config, train_dataset=dataset, eval_dataset=dataset)
     resumed.train(resume_from_checkpoint=True)
     assert_same_end(resumed, straight)
-    seen = [entry for entry in history(resumed) if "loss" in entry or "eval_reward" in entry]
-    assert seen == [entry for entry in history(straight) if "loss" in entry or "eval_reward" in entry]
+    seen = [entry for entry in untimed_logs(resumed) if "loss" in entry or "eval_reward" in entry]
+    assert seen == [entry for entry in untimed_logs(straight) if "loss" in entry or "eval_reward" in entry]
 
 
 def test_the_last_step_is_saved_with_what_it_logs(make_trainer, dataset, tmp_path):
@@ -119,4 +113,4 @@ def test_a_run_told_to_end_while_it_is_loaded_loses_nothing(make_trainer, tmp_pa
     resumed = make_trainer(config, reward_funcs=lottery)
     resumed.train(resume_from_checkpoint=True)
     assert_same_end(resumed, straight)
-    assert history(resumed) == history(straight)
+    assert untimed_logs(resumed) == untimed_logs(straight)

@@ -9,21 +9,16 @@ import pytest
 import torch
 from gpu_memory import LiveStorages
 from torch.testing import assert_close
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, set_seed
+from transformers import set_seed
 
 from helpers.scripted import padded_turns
-from helpers.tiny import LORA, tiny_gpt2, tiny_model, tiny_opt
+from helpers.tiny import LORA, tiny_gpt2, tiny_model, tiny_of_type, tiny_opt, tiny_vision_model
 from hfppo.generation import generate, key_values
 from hfppo.generation.generate import TransformersSampler
 from hfppo.generation.sampler import Sampling
 from hfppo.models.actor_critic import ActorCritic
 
 EOS, VOCAB_SIZE = list(range(1, 6)), 26
-SHAPE = {
-    **{"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
-    **{"num_attention_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.3},
-    **{"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -32,35 +27,23 @@ def calls_cost_nothing(monkeypatch):
     monkeypatch.setattr(key_values, "CALL", 0)
 
 
-def model_of(name, **config):
-    set_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **{**SHAPE, **config}))
-
-
-def vision_language_model(name):
-    """One that keeps its batch's `rope_deltas` beside its key-values; its text part alone is of interest."""
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-    text = {**SHAPE, "num_key_value_heads": 1, "head_dim": 16, "rope_parameters": rope}
-    vision = {"depth": 1, "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
-    set_seed(0)
-    return AutoModelForImageTextToText.from_config(
-        AutoConfig.for_model(name, text_config=text, vision_config=vision, image_token_id=24, video_token_id=25)
-    )
-
-
+# Keeps its batch's `rope_deltas` beside its key-values.
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 MODELS = {
     "llama": tiny_model,
     "gpt2": tiny_gpt2,
     "opt": tiny_opt,
-    "bloom": lambda: model_of("bloom"),
-    "qwen2_5_vl": lambda: vision_language_model("qwen2_5_vl"),
+    "bloom": lambda: tiny_of_type("bloom"),
+    "qwen2_5_vl": lambda: tiny_vision_model(
+        "qwen2_5_vl", model_type="qwen2_5_vl_text", num_key_value_heads=1, rope_parameters=ROPE
+    ),
 }
 
 
 OTHER_CACHES = [
-    ("mistral", {"sliding_window": 4, "num_key_value_heads": 1, "head_dim": 16}),
-    ("gemma2", {"sliding_window": 4, "num_key_value_heads": 1, "head_dim": 16}),
-    ("lfm2", {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 1}),
+    ("mistral", {"sliding_window": 4, "head_dim": 16}),
+    ("gemma2", {"sliding_window": 4, "head_dim": 16}),
+    ("lfm2", {"layer_types": ["conv", "full_attention"]}),
 ]
 
 
@@ -129,7 +112,7 @@ def test_turns_are_those_of_reading_from_the_beginning(name, stretch, monkeypatc
 
 @pytest.mark.parametrize(("name", "config"), OTHER_CACHES)
 def test_windows_and_recurrent_states_are_not_kept(name, config):
-    sampler, shapes = sampler_of(model_of(name, **config))
+    sampler, shapes = sampler_of(tiny_of_type(name, **config))
     expected = play(sampler, False)
     anew = read_tokens(shapes)
     shapes.clear()
@@ -249,7 +232,7 @@ MAMBA = {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_
 @pytest.mark.parametrize(("name", "config"), [*OTHER_CACHES, ("mamba2", MAMBA)])
 def test_other_caches_are_not_shared_and_not_tried_again(name, config):
     lora = replace(LORA, target_modules=["in_proj"]) if name == "mamba2" else LORA
-    sampler, shapes = sampler_of(model_of(name, **config), lora=lora)
+    sampler, shapes = sampler_of(tiny_of_type(name, **config), lora=lora)
     prompts = [[7, 8, 9, 10, 11]] * 6
     told = sample(sampler, prompts)
     assert name == "mamba2" or read_tokens(shapes) == [5, 6 * 5]

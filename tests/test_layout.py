@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from helpers.runs import logged, stops_at_kl, trainable
+from helpers.runs import disturb, logged, stops_at_kl, trainable
 from helpers.scripted import padded_turns
 from helpers.tiny import lora, tiny_gpt2, tiny_model, tiny_of_type, tiny_opt, tiny_qwen3
 from hfppo import ActorCritic
@@ -30,12 +30,22 @@ ATTENTION = torch.cat([PROMPTS != 0, MASK], dim=1)
 
 
 def actor(base=None, peft_config=None, critic="adapter") -> ActorCritic:
-    """With an adapter and a value head that say something."""
-    torch.manual_seed(0)
-    made = ActorCritic(base or tiny_model(seed=1), peft_config or default_peft_config(), critic)
-    for parameter in (*made.actor_parameters(), *made.critic_parameters()):
-        torch.nn.init.normal_(parameter, std=0.1)
-    return made
+    return disturb(ActorCritic(base or tiny_model(seed=1), peft_config or default_peft_config(), critic))
+
+
+def outputs(made: ActorCritic, *rows: torch.Tensor) -> list[torch.Tensor]:
+    """All numbers of a forward, and the gradients of a loss of them in which no two tokens count alike."""
+    made.zero_grad()
+    out = made(*rows, Want(0.7, entropy="constant", final_value=True))
+    weights = torch.arange(out.values.numel()).view_as(out.values)
+    (out.logprobs * weights + out.values.square() + out.final_value[:, None]).sum().backward()
+    grads = [p.grad.clone() for p in (*made.actor_parameters(), *made.critic_parameters())]
+    return [out.logprobs, out.entropy, out.values, out.final_value, *grads]
+
+
+def assert_close_all(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert float((a - b).detach().abs().max()) <= 1e-5 * max(1.0, float(b.detach().abs().max()))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -58,19 +68,11 @@ def packing(monkeypatch):
 def test_packed_rows_give_what_padded_ones_give(request, architecture, critic):
     made = actor(architecture(), critic=critic).eval()
 
-    def outputs():
-        made.zero_grad()
-        out = made(IDS, ATTENTION, MASK, Want(entropy="constant", final_value=True))
-        (out.logprobs.sum() + out.values.sum()).backward()
-        grads = [p.grad.clone() for p in (*made.actor_parameters(), *made.critic_parameters())]
-        return [out.logprobs, out.entropy, out.values, out.final_value, *grads]
-
-    padded = outputs()
+    padded = outputs(made, IDS, ATTENTION, MASK)
     assert not can_pack(made.causal_lm)
     request.getfixturevalue("packing")
     assert can_pack(made.causal_lm)
-    for a, b in zip(outputs(), padded, strict=True):
-        assert float((a - b).detach().abs().max()) <= 1e-5 * max(1.0, float(b.detach().abs().max()))
+    assert_close_all(outputs(made, IDS, ATTENTION, MASK), padded)
 
 
 @pytest.mark.parametrize("as_reference", [False, True])
@@ -171,20 +173,11 @@ def test_trees_give_what_rows_of_their_own_give(request, architecture, critic, c
     context = torch.tensor([True, False, True])  # between two turns
     rows = (*SHARED_ROWS[:2], SHARED_MASK & context)
 
-    def outputs():
-        made.zero_grad()
-        shapes.clear()
-        out = made(*rows, Want(0.7, entropy="constant", final_value=True))
-        weights = torch.arange(18.0).view(6, 3)
-        (out.logprobs * weights + out.values.square() + out.final_value[:, None]).sum().backward()
-        grads = [p.grad.clone() for p in (*made.actor_parameters(), *made.critic_parameters())]
-        return [out.logprobs, out.entropy, out.values, out.final_value, *grads]
-
-    shared = outputs()
+    shared = outputs(made, *rows)
     assert shapes[-1] == (1, 19)
     request.getfixturevalue("apart")
-    for a, b in zip(shared, outputs(), strict=True):
-        assert float((a - b).detach().abs().max()) <= 1e-5 * max(1.0, float(b.detach().abs().max()))
+    shapes.clear()
+    assert_close_all(shared, outputs(made, *rows))
     assert set(shapes) == {(6, 8)}
 
 
@@ -216,18 +209,13 @@ def test_an_architecture_that_heeds_no_row_or_position_gets_rows(monkeypatch, br
     assert not can_share(model)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"_attn_implementation": "eager"},
-        {"sliding_window": 4},
-        {"layer_types": ["full_attention", "sliding_attention"]},
-    ],
-)
-def test_attention_with_a_window_or_without_sdpa_gets_rows(changes):
+OTHER_ATTENTION = {"_attn_implementation": "eager", "sliding_window": 4, "layer_types": ["sliding_attention"] * 2}
+
+
+@pytest.mark.parametrize(("name", "value"), OTHER_ATTENTION.items())
+def test_attention_with_a_window_or_without_sdpa_gets_rows(name, value):
     model = tiny_qwen3()
-    for name, value in changes.items():
-        setattr(model.config, name, value)
+    setattr(model.config, name, value)
     assert not can_share(model)
 
 

@@ -115,9 +115,7 @@ def test_a_critic_is_looked_for_on_the_hub_at_the_models_revision_if_it_has_its_
     monkeypatch.setattr(hfppo.models.critic, "hf_hub_download", download)
     monkeypatch.setattr(hfppo.parts, "load_model", lambda name, **options: tiny_model())
     fields = {"model_init_kwargs": {"cache_dir": "kept", "revision": "v2", "dtype": "bfloat16"}}
-    with pytest.raises(
-        ValueError, match="critic='org/absent' is not 'adapter', 'shared', 'shared_detached', a folder"
-    ):
+    with pytest.raises(ValueError, match=r"critic='org/absent' is not 'adapter', .* a folder"):
         make_trainer(fields, model=model, critic="org/absent")
     assert asked == [("org/absent", "critic/critic_config.json", revision, "kept")]
 
@@ -151,9 +149,7 @@ def test_the_model_as_its_own_reference_is_the_model_before_training(make_traine
 def test_a_critic_needs_the_tokenizers_ids_and_a_reference_all_of_the_actors(make_trainer, tokenizer):
     needed = max(tokenizer.get_vocab().values()) + 1
     make_trainer(critic=scorer(vocab_size=needed))
-    with pytest.raises(
-        ValueError, match=f"critic has a vocabulary of {needed - 1} tokens, but the completions need {needed}"
-    ):
+    with pytest.raises(ValueError, match=f"critic has a vocabulary of {needed - 1} tokens, but .* need {needed}"):
         make_trainer(critic=scorer(vocab_size=needed - 1))
     with pytest.raises(ValueError, match="ref_model has a vocabulary of 26 tokens, but the completions need 30"):
         make_trainer(model=tiny_model(vocab_size=30), ref_model=tiny_model(vocab_size=26))

@@ -64,11 +64,7 @@ TERMS = {
         ("policy/loss", 1.0),
         lambda o, b: b.weights * F.gspo_loss(o.logprobs, b.old_logprobs, b.advantages, b.loss_mask, GIVEN),
     ),
-    "value": (
-        {"vf_coef": 0.3},
-        ("value/loss", 0.3),
-        lambda o, b: F.value_loss(o.values, b.returns),
-    ),
+    "value": ({"vf_coef": 0.3}, ("value/loss", 0.3), lambda o, b: F.value_loss(o.values, b.returns)),
     "bce": (
         {"value_range": [-9.0, 9.0], "value_loss": "bce", "kl_coef": 0.0},
         ("value/loss", 0.1),

@@ -8,7 +8,7 @@ from peft import LoHaConfig, PeftModel
 from torch.testing import assert_close
 from transformers import Qwen3MoeForSequenceClassification
 
-from helpers.runs import critic_values, small_trainer
+from helpers.runs import critic_values, disturb, small_trainer
 from helpers.tiny import lora, tiny_experts
 from hfppo import ActorCritic
 from hfppo.models.actor_critic import Want
@@ -21,14 +21,6 @@ SAMPLED = torch.ones(2, 5, dtype=torch.bool)
 
 def built(kind: str = "qwen3_moe", critic="adapter", config=None, **more) -> ActorCritic:
     return ActorCritic(tiny_experts(kind, **more), config or lora(lora_dropout=0.1), critic).eval()
-
-
-def disturb(model: torch.nn.Module) -> None:
-    """Move every trained weight, so that adapters act."""
-    torch.manual_seed(1)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            torch.nn.init.normal_(parameter, std=0.1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -112,9 +104,3 @@ def test_weights_that_an_adapter_leaves_out_are_named(kind, config, changes, lef
         built(kind, "shared", config, **changes)
     found = [str(x.message) for x in caught if "mixture of experts" in str(x.message)]
     assert [f"but not its {left_out}; name them in target_parameters" in x for x in found] == [True] * bool(left_out)
-
-
-def test_sampling_in_a_second_thread_is_refused(tmp_path):
-    message = r"rollouts_ahead=1 .*target_parameters=\['down_proj', .* set rollouts_ahead=0"
-    with pytest.raises(ValueError, match=message):
-        small_trainer(tmp_path, {"rollouts_ahead": 1}, model=tiny_experts("qwen3_moe"))

@@ -11,24 +11,19 @@ from hfppo.reporting.run_page import read_page
 RECIPE = Path(__file__).parents[1] / "recipes/arithmetic"
 
 
-@pytest.fixture
-def run(tmp_path):
-    """Run cells in one kernel; returns the outputs of each code cell."""
+def run(folder: Path, steps: int) -> list:
+    """Run the notebook in a folder for some steps; return the outputs of each code cell."""
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     for name in ("base", "train.jsonl", "test.jsonl"):
-        (tmp_path / name).symlink_to(RECIPE / name)
-
-    def executed(notebook, **replaced: str) -> list:
-        made = notebook if isinstance(notebook, nbformat.NotebookNode) else nbformat.read(notebook, as_version=4)
-        for old, new in replaced.items():
-            (cell,) = [cell for cell in made.cells if cell.cell_type == "code" and f"{old}=" in cell.source]
-            cell.source = re.sub(rf"\b{old}=\d+", f"{old}={new}", cell.source)
-        nbclient.NotebookClient(made, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
-        return [cell.outputs for cell in made.cells if cell.cell_type == "code"]
-
-    return executed
+        (folder / name).symlink_to(RECIPE / name)
+    made = nbformat.read(RECIPE / "arithmetic.ipynb", as_version=4)
+    cells = [cell for cell in made.cells if cell.cell_type == "code"]
+    (cell,) = [cell for cell in cells if "max_steps=" in cell.source]
+    cell.source = re.sub(r"\bmax_steps=\d+", f"max_steps={steps}", cell.source)
+    nbclient.NotebookClient(made, timeout=120, resources={"metadata": {"path": str(folder)}}).execute()
+    return [cell.outputs for cell in cells]
 
 
 def html_of(outputs: list) -> str:
@@ -37,8 +32,8 @@ def html_of(outputs: list) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [8, pytest.param(64, marks=pytest.mark.nightly)])
-def test_the_notebook_of_the_arithmetic_run(run, tmp_path, steps):
-    outputs = run(RECIPE / "arithmetic.ipynb", max_steps=str(steps))
+def test_the_notebook_of_the_arithmetic_run(tmp_path, steps):
+    outputs = run(tmp_path, steps)
     *_, before, training, after, table, _ = outputs
     assert html_of(training).count("<iframe") == 1, "one page, drawn again in its place"
     text = "".join(output.text for output in training if output.output_type == "stream")

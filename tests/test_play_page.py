@@ -68,12 +68,6 @@ def test_the_page_names_no_address():
     assert re.findall(r"https?://|url\(|@import|src=", PAGE.read_text(encoding="utf-8")) == []
 
 
-def test_some_tokens_are_clipped_with_the_settings_of_this_test():
-    assert any(expected(completion, SETTINGS[1])["clipped"].any() for completion in COMPLETIONS)
-    limited, free = (expected(VERY_WRONG, {**SETTINGS[4], "dual": dual})["loss"] for dual in (True, False))
-    assert (limited < free).any()
-
-
 @pytest.mark.browser
 def test_the_page_computes_what_the_package_computes(open_page):
     view = open_page(PAGE)

@@ -13,9 +13,9 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from helpers.runs import logged
+from helpers.runs import Keep, logged
 from helpers.tiny import tiny_gpt2, tiny_model
-from hfppo import PPOCallback, PPOTrainer, Rollout
+from hfppo import PPOTrainer, Rollout
 
 # Prompts of several lengths. Two rollouts take more than there are, so that the second one begins a second epoch.
 ROWS = [{"prompt": f"请问{a}+{b}=", "answer": ""} for a in (3, 14, 9, 27) for b in (1, 5, 26, 7, 98, 4, 30, 2, 6, 55)]
@@ -55,15 +55,12 @@ def weights_of(*modules: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for module in modules for p in module.parameters() if p.requires_grad]
 
 
-class Recorder(PPOCallback):
-    """Keeps each rollout, its completions as text, and the weights after the optimizer steps on it."""
+class Recorder(Keep):
+    """Keeps the weights after the optimizer steps on each rollout as well."""
 
     def __init__(self):
-        self.rollouts, self.texts, self.weights = [], [], []
-
-    def on_rollout_end(self, args, state, control, *, rollout, transcript, **kwargs):
-        self.rollouts.append(rollout)
-        self.texts.append(transcript.completions)
+        super().__init__()
+        self.weights = []
 
     def on_update_end(self, args, state, control, *, model, **kwargs):
         self.weights.append([p.detach().clone() for p in (*model.actor_parameters(), *model.critic_parameters())])
@@ -134,9 +131,9 @@ def test_it_computes_what_the_trainer_computes(trainer, folder):
     s = replace(SETTINGS, folder=str(folder))
     tokenizer, actor, critic = one.load(s)
     rollouts = one.train(s, tokenizer, actor, critic, ROWS)
-    recorded = zip(recorder.rollouts, recorder.texts, recorder.weights, strict=True)
-    for own, (wanted, texts, weights) in zip(rollouts, recorded, strict=True):
-        assert own.completions == texts
+    recorded = zip(recorder.rollouts, recorder.transcripts, recorder.weights, strict=True)
+    for own, (wanted, transcript, weights) in zip(rollouts, recorded, strict=True):
+        assert own.completions == transcript.completions
         assert_same_rollout(own, wanted)
         for step, pair in enumerate(own.losses):
             assert_equal(Tensor(pair), Tensor(next(losses)), f"losses of step {step}")

@@ -1,19 +1,15 @@
 """Terminals and locales of any kind: a report is printed with replacements, and ends no run."""
 
 import io
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import rich
 
+from helpers.processes import run_python
 from hfppo import TokenTable
 from hfppo.reporting.token_table import TokenRow
 from hfppo.support.printing import is_terminal, show
-
-ROOT = Path(__file__).parents[1]
 
 RUN = """
 import sys
@@ -40,18 +36,11 @@ ASCII = {"PYTHONIOENCODING": "ascii"}
 LOCALE = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}  # files too
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    path = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "recipes/arithmetic")))}
-    command = [sys.executable, *arguments]
-    given = os.environ | path | {"HF_HUB_OFFLINE": "1"} | environment
-    return subprocess.run(command, env=given, capture_output=True, encoding="utf-8", errors="replace")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "environment"), [("plain", ASCII | LOCALE), ("none", {})])
 def test_a_run_ends_whatever_it_prints_to(tmp_path, mode, environment):
     (tmp_path / "run.py").write_text(RUN, encoding="utf-8")
-    done = run(str(tmp_path / "run.py"), mode, str(tmp_path / "out"), **environment)
+    done = run_python(tmp_path / "run.py", mode, tmp_path / "out", **environment)
     assert done.stdout.endswith("TRAINED\n"), done.stderr[-2000:]
     if mode == "plain":
         assert "step 1  reward" in done.stdout

@@ -12,6 +12,7 @@ from build_arithmetic_base import character_tokenizer
 from datasets import Dataset, Image, load_from_disk
 from tokenizers.processors import TemplateProcessing
 
+from helpers.runs import chat_tokenizer
 from helpers.scripted import training_rows
 from helpers.tiny import CHAT_TEMPLATE
 from hfppo import PPOConfig
@@ -163,12 +164,6 @@ def on_disk(tmp_path, monkeypatch):
         return load_from_disk(tmp_path / "rows"), calls
 
     return make
-
-
-def chat_tokenizer():
-    made = character_tokenizer()
-    made.chat_template = CHAT_TEMPLATE
-    return made
 
 
 @pytest.mark.parametrize("prompts", [[f"{n}+1=" for n in range(10)], [[user(str(n))] for n in range(10)]])

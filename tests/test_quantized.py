@@ -9,7 +9,7 @@ from datasets import load_dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
 
-from helpers.runs import digest, frozen_tensors
+from helpers.runs import digest, frozen_tensors, small_trainer
 from hfppo import PPOConfig, PPOTrainer
 from hfppo.models.critic import shared_copy
 from hfppo.models.loading import keep_four_bits
@@ -27,17 +27,10 @@ def quantized(bits: str):
 
 
 def trainer_of(model, tmp_path: Path, reward_funcs=arithmetic.right_answer, **roles) -> PPOTrainer:
-    return PPOTrainer(
-        model=model,
-        reward_funcs=reward_funcs,
-        args=PPOConfig(
-            output_dir=str(tmp_path),
-            **{"use_cpu": True, "max_steps": 4, "per_device_train_batch_size": 8, "learning_rate": 1e-2},
-            **{"max_completion_length": 12, "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1},
-        ),
-        train_dataset=load_dataset("json", data_files=str(arithmetic.FOLDER / "train.jsonl"), split="train[:16]"),
-        **roles,
-    )
+    config = {"max_steps": 4, "per_device_train_batch_size": 8, "max_completion_length": 12}
+    rows = load_dataset("json", data_files=str(arithmetic.FOLDER / "train.jsonl"), split="train[:16]")
+    given = {"model": model, "processing_class": None, "peft_config": None, "reward_funcs": reward_funcs, **roles}
+    return small_trainer(tmp_path, config, train_dataset=rows, **given)
 
 
 @pytest.mark.slow

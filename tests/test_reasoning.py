@@ -3,17 +3,15 @@
 import importlib
 import importlib.metadata
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from build_tiny_base import build
 from safetensors.torch import load_file
 from transformers import EvalPrediction
 
 from helpers import fake_reasoning_gym
-from helpers.processes import environment
+from helpers.processes import run_python
 from helpers.recipes import run_copy
 
 MIXTURE = {"datasets": [{"name": "sums", "weight": 3, "config": {"largest": 50}}, {"name": "letters"}]}
@@ -32,13 +30,6 @@ def tasks(reasoning):
     return sys.modules["reasoning_tasks"]
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> str:
-    folder = str(tmp_path_factory.mktemp("tiny"))
-    build(folder)
-    return folder
-
-
 def said(*texts: str) -> list[list[dict[str, str]]]:
     return [[{"role": "assistant", "content": text}] for text in texts]
 
@@ -47,9 +38,9 @@ def answers(folder: Path, when: str) -> list[dict]:
     return [json.loads(line) for line in (folder / f"{when}_answers.jsonl").read_text().splitlines()]
 
 
-def test_a_run_leaves_answers_before_and_after_and_resumes(tmp_path, tiny, reasoning, capsys):
+def test_a_run_leaves_answers_before_and_after_and_resumes(tmp_path, tiny_base, reasoning, capsys):
     flags = [
-        *("--model_name_or_path", tiny, "--task", "letters", "--task_config", "{}", "--answer_pattern", "(?s).+"),
+        *("--model_name_or_path", tiny_base, "--task", "letters", "--task_config", "{}", "--answer_pattern", "(?s).+"),
         *("--strict", "false", "--num_test_questions", "4", "--save_steps", "1"),
     ]
     straight, resumed = tmp_path / "straight/out", tmp_path / "resumed/out"
@@ -162,10 +153,8 @@ def mixture(part: dict) -> dict:
         ({"task": "sum"}, "task='sum' is not a task of reasoning-gym; it has sums; "),
         ({"task_config": '{"largst": 3}'}, "task='sums' cannot be made with task_config={'largst': 3}: .*largst"),
         ({"task_config": {"largest": 0}}, "task_config={'largest': 0}: largest must be positive"),
-        ({"task_config": '{"largest": '}, "task_config='{\"largest\": ' is not JSON"),
         ({"task_config": '{"seed": 3}'}, "task_config sets seed, which would be the same for training and test; set "),
         (mixture({"name": "sums", "config": {"size": 3}}), "task_config sets size"),
-        ({"task": "composite"}, "task='composite' cannot be made with .*at least one dataset"),
         ({"test_seed": 2048}, "train_seed=0 and test_seed=2048 would draw the same questions; set them at least 2049"),
         ({"answer_pattern": "(7"}, r"answer_pattern='\(7' is not a regular expression: missing \)"),
         ({"task_config": {"largest": 1}}, "num_test_questions=96 holds out every question that task='sums' has drawn"),
@@ -174,14 +163,6 @@ def mixture(part: dict) -> dict:
 def test_wrong_arguments_are_refused_by_name(tasks, given, wanted):
     with pytest.raises(ValueError, match=wanted):
         tasks.draw_questions(tasks.ReasoningArguments(**{"task": "sums", **given}))
-
-
-def test_without_reasoning_gym_the_error_names_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    for name in ("reasoning", "reasoning_tasks"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    with pytest.raises(ImportError, match="pip install reasoning-gym"):
-        importlib.import_module("reasoning")
 
 
 @pytest.mark.slow
@@ -202,5 +183,5 @@ rows = tasks.make_rows(train, 0, args)
 said = [[{"role": "assistant", "content": f" {answer}\\n"}] for answer in rows["answer"]]
 assert tasks.make_reward(train, args)(said, rows["entry"]) == [1.0] * len(rows)
 """
-    run = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
+    run = run_python("-c", code)
     assert run.returncode == 0, run.stderr[-3000:]

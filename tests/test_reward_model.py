@@ -235,11 +235,9 @@ def test_where_its_tokenizer_can_be_given_is_said(make_trainer, tmp_path, monkey
     scorer().save_pretrained("org/reward")
     loaded = AutoModelForSequenceClassification.from_pretrained("org/reward")
     func = {"id": "org/reward", "loaded": loaded, "tolerant": TolerantReward("org/reward")}[given]
-    wanted = (
-        "the tokenizer of reward_funcs='org/reward' cannot be loaded; correct the id or path, save the tokenizer "
-        "there, or give it in reward_processing_classes: "
-    )
-    with pytest.raises(ValueError, match=wanted):
+    with pytest.raises(
+        ValueError, match=r"of reward_funcs='org/reward' cannot be loaded; .*reward_processing_classes"
+    ):
         make_trainer(reward_funcs=func)
     make_trainer(reward_funcs=func, reward_processing_classes=tokenizer)
     with pytest.raises(ValueError, match="or give it in reward_processing_classes"):

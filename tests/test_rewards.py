@@ -228,11 +228,6 @@ def count(completions, of, **kwargs):
     return [float(text.count(of)) for text in completions]
 
 
-def test_callable_objects_and_partials():
-    funcs = [Length(), functools.partial(count, of="1")]
-    assert score(funcs, texts=("12", "1", "")).per_function.tolist() == [[2.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
-
-
 @pytest.mark.parametrize(
     ("funcs", "names"),
     [
@@ -404,14 +399,6 @@ def test_async_functions_go_on_during_the_passes(make_trainer, monkeypatch):
 
     monkeypatch.setattr(hfppo.collect.collector, "forward_passes", begin)
     assert first_rollout(trainer).scores.eq(1.0).all()
-
-
-def test_a_failing_async_function_ends_the_run_with_its_own_error(make_trainer):
-    async def judge(**kwargs):
-        raise ZeroDivisionError("of the judge")
-
-    with pytest.raises(ZeroDivisionError, match="of the judge"):
-        make_trainer(reward_funcs=judge).train()
 
 
 def test_what_functions_log_does_not_depend_on_who_is_faster():

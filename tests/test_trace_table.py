@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 from rich.console import Console
+from torch.nn.functional import pad
 
 from hfppo import Rollout
 from hfppo.functional import gae
-from hfppo.reporting.token_table import TokenRow
+from hfppo.reporting.token_table import HEADINGS
 from hfppo.token_trace import TokenTable
 
 TOKENS = "请问1+1=2？", "是的等于2！"  # without the comma, so that 6 rewards stand on 6 tokens
@@ -28,25 +29,17 @@ def rollout(tokenizer) -> Rollout:
     logprobs = torch.tensor([[-0.12, -0.08, -0.15, -0.10, -0.05, -0.02]])
     ref = torch.tensor([[-0.15, -0.10, -0.18, -0.12, -0.08, -0.03]])
 
-    def right(x, value=0.0):
-        return torch.nn.functional.pad(x, (0, 1), value=value)
-
+    of_tokens = {
+        **{"completion_ids": completion, "mask": mask, "loss_mask": mask, "rewards": REWARDS, "values": VALUES},
+        **{"rollout_logprobs": logprobs, "old_logprobs": logprobs, "ref_logprobs": ref, "td_errors": td_errors},
+        **{"advantages": advantages, "returns": returns},
+    }
     return Rollout(
-        prompt_ids=torch.nn.functional.pad(prompt, (2, 0), value=0),
-        prompt_mask=torch.nn.functional.pad(torch.ones_like(prompt, dtype=torch.bool), (2, 0), value=False),
-        completion_ids=right(completion, 0),
-        mask=right(mask, False),
-        loss_mask=right(mask, False),
+        prompt_ids=pad(prompt, (2, 0)),
+        prompt_mask=pad(torch.ones_like(prompt, dtype=torch.bool), (2, 0)),
         truncated=torch.tensor([False]),
         scores=torch.tensor([1.0]),
-        rollout_logprobs=right(logprobs),
-        old_logprobs=right(logprobs),
-        rewards=right(REWARDS),
-        advantages=right(advantages),
-        ref_logprobs=right(ref),
-        values=right(VALUES),
-        td_errors=right(td_errors),
-        returns=right(returns),
+        **{name: pad(x, (0, 1)) for name, x in of_tokens.items()},
     )
 
 
@@ -65,7 +58,7 @@ def test_token_table_of_the_worked_example(rollout, tokenizer):
 def test_table_in_a_terminal_of_80_columns(rollout, tokenizer):
     console = Console(file=io.StringIO(), width=80)
     table = TokenTable.from_rollout(rollout, 0, tokenizer)
-    console.print(replace(table, rows=[replace(row, kl=-row.kl) for row in table.rows]))
+    console.print(replace(table, columns=table.columns | {"kl": [-x for x in table.columns["kl"]]}))
     text = console.file.getvalue()
     assert "请问1+1=2？" in text
     assert "score 1" in text
@@ -78,9 +71,11 @@ def test_table_in_a_terminal_of_80_columns(rollout, tokenizer):
 def test_turns_in_a_terminal_of_80_columns():
     numbers = {"logprob": -4.5123, "ref_logprob": -14.5, "kl": -0.0321, "reward": -0.0003, "value": -0.5123}
     numbers |= {"td_error": -0.2345, "return_": -1.2345, "advantage": -0.3345}
-    turns = [TokenRow("<|im_end|>", turn=turn, **numbers) for turn in (1, 1, 2)]
+    end = "<|im_end|>"
+    columns = {name: [numbers.get(name)] * 2 + [None] + [numbers.get(name)] for name in HEADINGS}
+    columns |= {"token": [end, end, "see", end], "turn": [1, 1, None, 2], "counted": [True, True, False, True]}
     console = Console(file=io.StringIO(), width=80)
-    console.print(TokenTable("Play.", 1.0, [*turns[:2], TokenRow("see", counted=False), turns[2]]))
+    console.print(TokenTable(prompt="Play.", score=1.0, columns=columns))
     lines = [line.split() for line in console.file.getvalue().splitlines()]
     row = ["<|im_end|>", "-4.5123", "-14.5000", "-0.0321", "-0.0003", "-0.5123", "-0.2345", "-1.2345", "-0.3345"]
     assert lines[-6:] == [row, row, ["see", *"––––––––"], [], row, []]
@@ -88,8 +83,9 @@ def test_turns_in_a_terminal_of_80_columns():
 
 def test_table_in_a_notebook(rollout, tokenizer):
     table = TokenTable.from_rollout(rollout, 0, tokenizer)
-    odd = replace(table.rows[1], token="<b>\x1b[2J", counted=False, value=None)
-    shown = replace(table, prompt="1<2?", rows=[table.rows[0], odd])._repr_mimebundle_([], [])["text/html"]
+    odd = {"token": ["<b>\x1b[2J"] * 6, "counted": [False] * 6, "value": [0.5] * 5 + [None]}
+    table = replace(table, prompt="1<2?", columns=table.columns | odd)
+    shown = table._repr_mimebundle_([], [])["text/html"]
     assert "1&lt;2?" in shown
     assert "&lt;b&gt;" in shown
     assert "–" in shown

@@ -121,20 +121,8 @@ def multiply(a: int, b: int) -> int:
     Args:
         a: The first integer.
         b: The second integer.
-
-    Returns:
-        The product of the two integers.
     """
     return a * b
-
-async def negate(a: int) -> int:
-    """
-    Negates an integer.
-
-    Args:
-        a: The integer.
-    """
-    return -a
 
 def right(completions, answer, **kwargs):
     return [float(str(x) in c[-1]["content"]) + 0.1 * len(c) for c, x in zip(completions, answer)]
@@ -162,32 +150,23 @@ trainer = GRPOTrainer(
     train_dataset=Dataset.from_list(rows),
     processing_class=tokenizer,
     reward_funcs=right,
-    tools=[multiply, negate],
+    tools=[multiply],
     peft_config=peft_config,
 )
 trainer.train()
 '''
 
 
-def run(script, out):
-    """Run a script, and return its trainer."""
-    base = tiny_model(vocab_size=VOCAB_SIZE, max_position_embeddings=256)
-    base.save_pretrained(out / "base")
-    names = {"out": str(out / "run"), "model": str(out / "base"), "tokenizer": calling_tokenizer()}
+def test_a_script_of_trl_runs_with_two_changes(tmp_path, caplog):
+    """With hfppo's classes, and with the algorithm's name."""
+    classes = "from hfppo import PPOConfig as GRPOConfig, PPOTrainer as GRPOTrainer"
+    script = WITH_TOOLS.replace("from trl import GRPOConfig, GRPOTrainer", classes)
+    script = script.replace("GRPOConfig(\n", 'GRPOConfig(\n    advantage_estimator="grpo",\n')
+    tiny_model(vocab_size=VOCAB_SIZE, max_position_embeddings=256).save_pretrained(tmp_path / "base")
+    names = {"out": str(tmp_path / "run"), "model": str(tmp_path / "base"), "tokenizer": calling_tokenizer()}
     names |= {"Dataset": Dataset, "peft_config": copy.deepcopy(LORA)}
     exec(script, names)
-    return names["trainer"]
-
-
-def changed(script):
-    """Return the script with hfppo's classes, and with the algorithm's name."""
-    classes = "from hfppo import PPOConfig as GRPOConfig, PPOTrainer as GRPOTrainer"
-    script = script.replace("from trl import GRPOConfig, GRPOTrainer", classes)
-    return script.replace("GRPOConfig(\n", 'GRPOConfig(\n    advantage_estimator="grpo",\n')
-
-
-def test_a_script_of_trl_runs_with_two_changes(tmp_path, caplog):
-    trainer = run(changed(WITH_TOOLS), tmp_path)
+    trainer = names["trainer"]
     assert (trainer.args.loss_reduction, trainer.args.log_completions) == ("seq-mean-token-mean", True)
     assert len([text for text in caplog.messages if text.startswith("fields of TRL: ")]) == 1
     assert trainer.state.global_step == trainer.args.max_steps

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from helpers.formulas import bits
@@ -53,9 +52,6 @@ def test_bi_level_gae_by_definition():
         running = float(REWARDS[0, t]) + gamma * following - float(VALUES[0, t]) + gamma * lam * running
         expected[0, t], following = running, float(VALUES[0, t])
     assert_close(advantages, expected)
-
-
-turns = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=4)
 
 
 def test_length_adaptive_lam_holds_within_turns_alone():

@@ -20,9 +20,9 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from helpers.processes import HELPERS, environment
-from helpers.runs import assert_same_end, digest, frozen_tensors
+from helpers.runs import Keep, assert_same_end, digest, frozen_tensors
 from helpers.tiny import LORA
-from helpers.vllm_runs import ENGINE, PROMPTS, Rollouts, Server, save_base
+from helpers.vllm_runs import ENGINE, PROMPTS, Server, save_base
 from hfppo.generation.vllm import RANKS
 from hfppo.generation.vllm_server import serve_command
 from hfppo.models.actor_critic import ActorCritic
@@ -98,17 +98,17 @@ def make(make_trainer, base, one_engine, server, tmp_path) -> Callable:
 @pytest.mark.parametrize(("placement", "temperature"), [("colocate", 0.7), ("server", 1.0)])
 def test_vllm_samples_from_the_training_models_policy(make, placement, temperature):
     """Log-probs agree before any update and after one and two rollouts of them; so do greedy completions."""
-    rollouts = Rollouts()
-    trainer = make(placement, {"temperature": temperature, "max_steps": 12}, callbacks=[rollouts])
+    keep = Keep()
+    trainer = make(placement, {"temperature": temperature, "max_steps": 12}, callbacks=[keep])
     trainer.train()
-    assert len(rollouts.seen) == 3
-    for rollout in rollouts.seen:
+    assert len(keep.rollouts) == 3
+    for rollout in keep.rollouts:
         assert rollout.prompt_mask.sum(dim=1).max() > 128
         assert_close(rollout.rollout_logprobs, rollout.old_logprobs, rtol=0, atol=1e-4)
         ends = [Turn.up_to_end(ids, [0.0] * len(ids), [1]) for ids in rollout.completion_ids.tolist()]
         assert rollout.mask.sum(dim=1).tolist() == [len(turn.ids) for turn in ends]
         assert rollout.truncated.tolist() == [turn.truncated for turn in ends]
-    for rollout in rollouts.seen[1:]:
+    for rollout in keep.rollouts[1:]:
         assert (rollout.old_logprobs - rollout.ref_logprobs).abs().max() > 0.5, "a stale adapter would show little"
 
     prompts = [trainer.processing_class(p)["input_ids"] for p in PROMPTS["prompt"]]

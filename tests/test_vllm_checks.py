@@ -14,10 +14,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from peft import IA3Config, LoraConfig
+from peft import IA3Config
 from transformers import AutoModelForCausalLM
 
-from helpers.tiny import tiny_model
+from helpers.tiny import lora, tiny_model
 from helpers.vllm_runs import save_base
 from hfppo.generation.sampler import Sampling
 from hfppo.generation.stop_strings import StopStrings
@@ -37,10 +37,6 @@ def at(url: str, timeout: float = 5.0) -> dict:
 
 
 NOWHERE = at("http://127.0.0.1:9", timeout=0.5)
-
-
-def lora(**config) -> LoraConfig:
-    return LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **config})
 
 
 def resized(base: str):

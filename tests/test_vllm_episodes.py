@@ -6,9 +6,9 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from helpers.agents import VOCAB_SIZE, calling_tokenizer, end_of_turn_ids, talking_trainer
-from helpers.runs import logged
+from helpers.runs import Keep, logged
 from helpers.tiny import LORA, tiny_model
-from helpers.vllm_runs import ENGINE, Rollouts, Server
+from helpers.vllm_runs import ENGINE, Server
 from hfppo.generation.vllm_server import serve_command
 from hfppo.models.actor_critic import ActorCritic
 
@@ -33,24 +33,24 @@ def base(tmp_path_factory) -> str:
 @pytest.mark.parametrize("placement", ["colocate", pytest.param("server", marks=pytest.mark.nightly)])
 def test_each_turn_is_sampled_from_the_training_models_policy(base, tmp_path, placement):
     actor = ActorCritic(AutoModelForCausalLM.from_pretrained(base), LORA, critic=None)
-    server, rollouts = Server(serve_command(actor), tmp_path / "log"), Rollouts()
+    server, keep = Server(serve_command(actor), tmp_path / "log"), Keep()
     config = {"use_vllm": True, "vllm_mode": placement, "max_steps": 12, "vllm_engine_kwargs": ENGINE}
     try:
         if placement == "server":
             config["vllm_server_base_url"] = server.url
             server.start()
             server.wait()
-        trainer = talking_trainer(tmp_path / "out", config, model=base, callbacks=[rollouts])
+        trainer = talking_trainer(tmp_path / "out", config, model=base, callbacks=[keep])
         trainer.train()
     finally:
         server.kill()
-    assert len(rollouts.seen) == 3
+    assert len(keep.rollouts) == 3
     assert min(logged(trainer, "turns/mean")) > 1
-    for rollout in rollouts.seen:
+    for rollout in keep.rollouts:
         assert_close(rollout.rollout_logprobs, rollout.old_logprobs, rtol=0, atol=1e-4)
         assert not rollout.rollout_logprobs[rollout.context].any()
         assert torch.equal(rollout.real.long().cumsum(dim=1)[rollout.real], columns(rollout)[rollout.real])
-    assert (rollouts.seen[-1].old_logprobs - rollouts.seen[-1].ref_logprobs).abs().max() > 0.1, "a stale adapter"
+    assert (keep.rollouts[-1].old_logprobs - keep.rollouts[-1].ref_logprobs).abs().max() > 0.1, "a stale adapter"
 
 
 def columns(rollout) -> torch.Tensor:

@@ -78,11 +78,7 @@ class Run:
         return small_trainer(self.folder, config, model=model, processing_class=adding_tokenizer(), **given | kwargs)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[("plain", False), ("trainable tokens", True), ("modules_to_save", False)],
-    ids=str,
-)
+@pytest.fixture(scope="module", params=[("plain", False), ("trainable tokens", True), ("modules_to_save", False)])
 def run(request, tmp_path_factory) -> Run:
     """Its embeddings are padded beyond the tokenizer's 27 tokens."""
     name, tied = request.param
@@ -116,12 +112,8 @@ def test_the_folder_as_reference(run, tmp_path):
 
 
 def test_the_folder_as_critic(run, tmp_path):
-    again = run.make(
-        resized(run.base, run.size),
-        {"output_dir": str(tmp_path)},
-        peft_config=run.config,
-        critic=run.folder,
-    )
+    folder = {"output_dir": str(tmp_path)}
+    again = run.make(resized(run.base, run.size), folder, peft_config=run.config, critic=run.folder)
     before, now = (critic_state(x.model) for x in (run.trainer, again))
     assert all(torch.equal(before[name], now[name]) for name in before)
 

@@ -45,7 +45,7 @@ def measure_scores(samples: Sequence[Sample], numbers: Numbers) -> Measures:
 def measure_rollout(
     credited: Credited, kl_coef: float, args: PPOConfig, total: Callable[[Tensor], Tensor]
 ) -> Measures:
-    """Measure a rollout; `hfppo.metrics.METRICS` has the meaning of each name.
+    """Measure a rollout; docs/metrics.md has the meaning of each name.
 
     Args:
         kl_coef: β of the rollout.
@@ -95,17 +95,6 @@ def measure_values(credited: Credited, bounds: F.ValueRange | None, total: Calla
     for name, some in tokens.items():
         measures |= finite(name, F.explained_variance(rollout.values, outcomes, some, total))
     return measures
-
-
-def measure_alignment(rollout: Rollout) -> Measures:
-    """Measure the ratios of a rollout's tokens after the actor's steps."""
-    ratio = rollout.value_ratio
-    assert ratio is not None
-    rejected = ratio > F.MAX_ALIGNED_RATIO
-    return {
-        "value/ratio_mean": parts(ratio, rollout.fitted),
-        "value/rejected_frac": parts(rejected, rollout.fitted),
-    }
 
 
 def finite(name: str, number: float) -> Measures:

@@ -9,6 +9,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from helpers.runs import SMALL
 from helpers.tiny import LORA, tiny_model
 from hfppo import PPOConfig, PPOTrainer, Result, Rollout, Sampler, TextEnvironment, Transcript, Turn
 from hfppo.metrics import Meter
@@ -152,14 +153,8 @@ def agent_trainer(output_dir, *turns, config=None, dataset=PROMPTS, positions=25
     Args:
         turns: of each row, for `Script`; none: the trainer's own sampler.
     """
-    settings = {"output_dir": str(output_dir), "per_device_train_batch_size": 4, "use_cpu": True}
-    settings |= {
-        "max_completion_length": 120,
-        "report_to": "none",
-        "num_ppo_epochs": 1,
-        "num_mini_batches": 1,
-        "max_steps": 2,
-    }
+    settings = {"output_dir": str(output_dir), "per_device_train_batch_size": 4, "use_cpu": True, "report_to": "none"}
+    settings |= {"max_completion_length": 120, "num_ppo_epochs": 1, "num_mini_batches": 1, "max_steps": 2}
     tokenizer = calling_tokenizer()
     trainer = PPOTrainer(
         model=tiny_model(vocab_size=VOCAB_SIZE, max_position_embeddings=positions),
@@ -282,11 +277,7 @@ class Chatter(TextEnvironment):
         return f"{len(text)}", reward, self.left == 0, False, {}
 
 
-TALKING = {
-    "per_device_train_batch_size": 4, "num_mini_batches": 2, "num_ppo_epochs": 2, "max_completion_length": 40,
-    "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True,
-    "disable_tqdm": True, "max_steps": 8, "seed": 3, "gamma_turn": 0.9, "lam_turn": 0.7,
-}  # fmt: skip
+TALKING = {**SMALL, "max_completion_length": 40, "gamma_turn": 0.9, "lam_turn": 0.7}
 TALK = Dataset.from_list([{"prompt": [{"role": "user", "content": f"hi {n}"}]} for n in range(16)])
 
 

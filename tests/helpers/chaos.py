@@ -1,15 +1,13 @@
 """Kill training at any moment, go on, and compare with a run that nothing happened to.
 
     PYTHONPATH=tests:recipes/arithmetic python tests/helpers/chaos.py --kills 40 [--processes 2] [--variants NAME]
-    PYTHONPATH=tests:recipes/arithmetic python tests/helpers/chaos.py --train OUT --steps 2
 
 Every operation on the output folder that Python knows of (opening, renaming, removing, making a folder) is a
 moment to be killed at, by SIGKILL, and so are each step of an environment, each backward pass, each adapter just sent
 to a vLLM server, and any point in time. A run that was killed goes on, and may be killed again. One kill in four of a
 run with a server is followed by one of the server, which is started again.
-In the end its weights, optimiser and logs must equal the undisturbed run's, bit for bit. The second command is one
-such run, or what is left of it, for another tool to kill: it leaves the digest of all that came of it in OUT. The
-variant "server ahead" needs vLLM's environment, see tests/test_vllm.py, and is not among those that run unasked.
+In the end its weights, optimiser and logs must equal the undisturbed run's, bit for bit. The variant "server ahead"
+needs vLLM's environment, see tests/test_vllm.py, and is not among those that run unasked.
 """
 
 import argparse
@@ -61,10 +59,7 @@ STEPS = 10  # two rollouts and a half
 VARIANTS = {
     "adapter": ({}, "adapter"),
     "shared": ({"critic_warmup": 1, "save_total_limit": 2}, "shared"),
-    "groups": (
-        {"advantage_estimator": "grpo", "num_generations": 2, "save_steps": 2},
-        "adapter",
-    ),
+    "groups": ({"advantage_estimator": "grpo", "num_generations": 2, "save_steps": 2}, "adapter"),
     "pretraining": ({"critic_pretraining_completions": 24, "save_steps": 2}, "adapter"),
     "chosen": ({"prompt_candidates": 3}, "adapter"),
     "chosen groups": (
@@ -303,15 +298,8 @@ if __name__ == "__main__":
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=UNASKED, metavar="NAME")
-    parser.add_argument(
-        "--train", metavar="OUT", help="one run into this folder, or its end, for another tool to kill"
-    )
     parser.add_argument("--steps", type=int, default=STEPS, help="of each run")
     options = parser.parse_args()
-    if options.train:
-        result = train(options.train, options.variants[0], options.steps)
-        (Path(options.train) / f"digest.{os.environ.get('RANK', 0)}").write_text(result)
-        sys.exit()
     with ExitStack() as around:
         folder = around.enter_context(tempfile.TemporaryDirectory())
         server = around.enter_context(serving(folder)) if "server ahead" in options.variants else None

@@ -31,20 +31,13 @@ PROMPT = "请问3+4="
 LOGIT_IDS = torch.tensor([[14, 15, 2, 12, 5, 13]])
 
 
-class StopAt(TrainerCallback):
-    """A run that is stopped before its time."""
-
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step == self.step
-
-
 def make(name: str, model: str = BASE, stop: int | None = None, **config) -> PPOTrainer:
     given = {"train_dataset": SUMS, "eval_dataset": SUMS, "processing_class": None, **config.pop("trainer", {})}
-    callbacks = [] if stop is None else [StopAt(stop)]
-    return small_trainer(OUT / name, {**CONFIG, **config}, model=model, callbacks=callbacks, **given)
+    callback = TrainerCallback()
+    callback.on_step_end = lambda _, state, control, **__: setattr(
+        control, "should_training_stop", state.global_step == stop
+    )
+    return small_trainer(OUT / name, {**CONFIG, **config}, model=model, callbacks=[callback], **given)
 
 
 def weights(trainer: PPOTrainer) -> dict[str, torch.Tensor]:

@@ -81,16 +81,9 @@ class LoopbackHub:
 
     def environment(self, home: str | Path) -> dict[str, str]:
         """What a process must have in its environment to take this for the Hub."""
-        return {
-            "HF_ENDPOINT": self.url,
-            "HF_HOME": str(home),
-            "HF_HUB_OFFLINE": "0",
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            "HF_TOKEN": self.token,
-            "NO_PROXY": "127.0.0.1",
-        }
+        disabled = dict.fromkeys(("XET", "TELEMETRY", "PROGRESS_BARS"), "1")
+        own = {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_TOKEN": self.token}
+        return {**own, **{f"HF_HUB_DISABLE_{name}": on for name, on in disabled.items()}, "NO_PROXY": "127.0.0.1"}
 
     def add(self, repo_id: str, files: dict[str, bytes], tags: list[str] | None = None, branch: str = "main") -> None:
         """Make a repository with some files, or a branch of one."""

@@ -22,14 +22,8 @@ def run_python(
     *command: object, cwd: Path | None = None, timeout: int = 300, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with this command line in `environment(**variables)`; return what it printed, whatever its code."""
-    return subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=cwd,
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    words, own = [sys.executable, *map(str, command)], environment(**variables)
+    return subprocess.run(words, cwd=cwd, env=own, capture_output=True, text=True, timeout=timeout)
 
 
 def freeze_imports() -> None:

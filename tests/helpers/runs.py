@@ -94,15 +94,22 @@ def assert_same_run(expected: PPOTrainer, found: PPOTrainer) -> None:
 
 def untimed_logs(trainer) -> list[dict[str, float]]:
     """What was logged, without times and Trainer's summary of the run."""
-    return [
-        {name: x for name, x in log.items() if not name.startswith(("time/", "train_"))}
-        for log in trainer.state.log_history
-    ]
+    timed = ("time/", "train_", "_runtime", "_per_second", "total_flos")
+    history = trainer.state.log_history
+    return [{name: x for name, x in log.items() if not any(part in name for part in timed)} for log in history]
 
 
 def trained_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The trainable weights by name."""
     return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+
+
+def disturb(model: torch.nn.Module) -> torch.nn.Module:
+    """Move every trained weight, so that adapters and value head say something."""
+    torch.manual_seed(0)
+    for weight in trained_state(model).values():
+        torch.nn.init.normal_(weight, std=0.1)
+    return model
 
 
 def frozen_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -131,24 +138,19 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def final_state(trainer) -> dict[str, torch.Tensor]:
-    state = {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    state = trained_state(trainer.model)
     for i, moments in trainer.optimizer.state_dict()["state"].items():
         state.update({f"optimizer.{i}.{name}": tensor for name, tensor in moments.items()})
     return state
 
 
 def logs(trainer) -> list[dict[str, float]]:
-    """The log history without what is measured in seconds."""
-    skip = ("time/", "train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos")
-    return [
-        {k: v for k, v in entry.items() if not k.startswith(skip)}
-        for entry in trainer.state.log_history
-        if "loss" in entry
-    ]
+    """The logs of the training's steps, without times."""
+    return [entry for entry in untimed_logs(trainer) if "loss" in entry]
 
 
 def trainable(trainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    return {name: p.clone() for name, p in trained_state(trainer.model).items()}
 
 
 def logged(trainer, name: str) -> list[float]:

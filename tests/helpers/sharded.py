@@ -15,7 +15,7 @@ from datasets import Dataset
 from torch.distributed.tensor import DTensor
 
 from helpers.processes import freeze_imports
-from helpers.runs import SMALL, count_digits
+from helpers.runs import SMALL, count_digits, untimed_logs
 from helpers.tiny import LORA, ragged_model
 from hfppo import ActorCritic, PPOConfig, PPOTrainer, TokenTraceCallback
 from hfppo.models import layout, output_head
@@ -74,11 +74,7 @@ def recorded(self, *args, state_dict, **kwargs):
 
 
 def logs(trainer: PPOTrainer) -> list[dict[str, float]]:
-    return [
-        {k: v for k, v in entry.items() if not k.startswith("time/") and "_per_second" not in k and "runtime" not in k}
-        for entry in trainer.state.log_history
-        if "loss" in entry or "eval_reward" in entry
-    ]
+    return [entry for entry in untimed_logs(trainer) if "loss" in entry or "eval_reward" in entry]
 
 
 # Another number of forwards on each process, which a sharded model must not follow.
@@ -91,7 +87,7 @@ straight.train()
 straight.save_model(str(OUT / "end"))
 resumed = make("resumed")
 resumed.train(resume_from_checkpoint=str(OUT / "straight" / "checkpoint-1"))
-traces = [trace.to_json() for trace in read_traces(trace_file(straight.args.output_dir, 2))]
+traces = [vars(trace) for trace in read_traces(trace_file(straight.args.output_dir, 2))]
 sharded = next((p for p in straight.model.parameters() if isinstance(p, DTensor)), None)
 result = {
     "engine": str(straight.accelerator.distributed_type),

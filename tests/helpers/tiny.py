@@ -6,25 +6,18 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     GPT2Config,
     GPT2LMHeadModel,
-    GptOssConfig,
-    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
-    MixtralConfig,
-    MixtralForCausalLM,
     MllamaForCausalLM,
     MllamaTextConfig,
     OPTConfig,
     OPTForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
     set_seed,
 )
 
@@ -98,21 +91,8 @@ def tiny_gpt2(**config):
     return GPT2LMHeadModel(GPT2Config(**{**defaults, "eos_token_id": 1, **config}))
 
 
-def tiny_qwen3():
-    set_seed(0)
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=26,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            initializer_range=0.3,
-            eos_token_id=1,
-        )
-    )
+def tiny_qwen3() -> PreTrainedModel:
+    return tiny_of_type("qwen3", head_dim=16)
 
 
 def tiny_opt(**more):
@@ -124,7 +104,7 @@ def tiny_opt(**more):
     return OPTForCausalLM(config)
 
 
-# Architectures of unusual layers, by their type.
+# What architectures of unusual layers need, by their type.
 UNUSUAL_LAYERS = {
     "mamba": {"state_size": 8, "time_step_rank": 4},
     "falcon_h1": {
@@ -151,34 +131,35 @@ UNUSUAL_LAYERS = {
 
 
 def tiny_of_type(name: str, **config) -> PreTrainedModel:
-    """A causal language model of an architecture in `UNUSUAL_LAYERS`."""
+    """A causal language model of any architecture."""
     set_seed(0)
     shape = {"vocab_size": 26, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128}
     shape |= {"initializer_range": 0.3, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-    fields = {**shape, **UNUSUAL_LAYERS[name], **config}
+    fields = {**shape, **UNUSUAL_LAYERS.get(name, {}), **config}
     if name == "mllama_text_model":
         return MllamaForCausalLM(MllamaTextConfig(**fields))
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **fields))
 
 
-# Mixtures of experts, by their type.
+def tiny_vision_model(name: str, **text) -> PreTrainedModel:
+    """A vision-language model, whose text part alone is of interest."""
+    set_seed(0)
+    text = {**tiny_model().config.to_dict(), "head_dim": 16, **text}
+    vision = {"depth": 1, "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
+    config = AutoConfig.for_model(name, text_config=text, vision_config=vision, image_token_id=24, video_token_id=25)
+    return AutoModelForImageTextToText.from_config(config)
+
+
+# What mixtures of experts need, by their type.
 EXPERTS = {
-    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4}),
-    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {"num_experts": 4, "moe_intermediate_size": 16}),
-    "gpt_oss": (
-        GptOssForCausalLM,
-        GptOssConfig,
-        {"num_local_experts": 4, "rope_parameters": {"rope_type": "default"}},
-    ),
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 16},
+    "gpt_oss": {"num_local_experts": 4, "rope_parameters": {"rope_type": "default"}},
 }
 
 
 def tiny_experts(kind: str, routed: bool = True, **config) -> PreTrainedModel:
     """A mixture of four experts, two of them for a token."""
-    set_seed(0)
-    shape = {"vocab_size": 26, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "eos_token_id": 1}
-    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "initializer_range": 0.3}
-    shape |= {"pad_token_id": 0, "bos_token_id": None, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.5}
-    model, of_kind, more = EXPERTS[kind]
-    return model(of_kind(**{**shape, **more, "output_router_logits": routed, **config}))
+    routing = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.5, "output_router_logits": routed}
+    return tiny_of_type(kind, head_dim=16, **EXPERTS[kind], **routing, **config)

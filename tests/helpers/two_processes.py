@@ -15,7 +15,7 @@ from datasets import Dataset
 from helpers.agents import TALK, talking_trainer
 from helpers.endpoint import wandering
 from helpers.processes import freeze_imports
-from helpers.runs import SMALL, count_digits, size_of, stops_at_kl
+from helpers.runs import SMALL, count_digits, final_state, size_of, stops_at_kl, untimed_logs
 from helpers.tiny import LORA, ragged_model
 from hfppo import AdaptiveKLCallback, PPOConfig, PPOTrainer, TokenTraceCallback
 from hfppo.checks.engine import end_group
@@ -99,18 +99,11 @@ def make(
 
 def weights(trainer: PPOTrainer) -> dict[str, list[float]]:
     """The trained weights, and the optimiser's moments."""
-    found = {n: p.detach() for n, p in trainer.model.named_parameters() if p.requires_grad}
-    for i, moments in trainer.optimizer.state_dict()["state"].items():
-        found.update({f"optimizer.{i}.{name}": tensor for name, tensor in moments.items()})
-    return {name: tensor.flatten().tolist() for name, tensor in found.items()}
+    return {name: tensor.flatten().tolist() for name, tensor in final_state(trainer).items()}
 
 
 def logs(trainer: PPOTrainer) -> list[dict[str, float]]:
-    return [
-        {k: v for k, v in entry.items() if not k.startswith("time/") and "_per_second" not in k and "runtime" not in k}
-        for entry in trainer.state.log_history
-        if "loss" in entry or "eval_reward" in entry
-    ]
+    return [entry for entry in untimed_logs(trainer) if "loss" in entry or "eval_reward" in entry]
 
 
 def gradients(trainer: PPOTrainer) -> dict[str, list[float]]:
@@ -163,7 +156,7 @@ result = {
     "pretraining": critic_first.ppo_state.pretraining_results,
     "gradients": gradients(probe),
     "evaluation": {k: v for k, v in probe.evaluate().items() if k.startswith(("eval_reward", "eval_completions"))},
-    "traces": [trace.to_json() for trace in read_traces(trace_file(probe.args.output_dir, 1, "prompts"))],
+    "traces": [vars(trace) for trace in read_traces(trace_file(probe.args.output_dir, 1, "prompts"))],
     "completions": probe.predict(probe.eval_dataset).predictions,
 }
 (OUT / f"result_{straight.args.process_index}.json").write_text(json.dumps(result))

@@ -16,7 +16,6 @@ from datasets import Dataset
 from transformers import GenerationConfig
 
 from helpers.tiny import tiny_model
-from hfppo import PPOCallback
 
 # Read when vLLM is imported, and by the servers that are started here.
 if find_spec("vllm"):
@@ -29,16 +28,6 @@ if find_spec("vllm"):
 ENGINE = {"enforce_eager": True, "max_model_len": 256}
 # vLLM's prefix cache holds whole blocks, of 128 tokens on a CPU: shorter prompts never meet it.
 PROMPTS = Dataset.from_list([{"prompt": p} for p in ("请问1+2=", "1+" * 70 + "2=", "3+4=", "12+3=" * 30)])
-
-
-class Rollouts(PPOCallback):
-    """Keeps them."""
-
-    def __init__(self):
-        self.seen = []
-
-    def on_rollout_end(self, args, state, control, *, rollout, **kwargs):
-        self.seen.append(rollout)
 
 
 def save_base(folder: str) -> str:
