@@ -384,7 +384,7 @@ def test_numbers_of_each_conversation_are_those_of_its_own_forward(tmp_path):
             assert_close(getattr(row, name)[row.mask], expected[sampled], atol=1e-4, rtol=0)
     assert read.values[read.mask].std() > 1e-2
     for traced in read_traces(trace_file(tmp_path, 1)):
-        tokens = [row for row in traced.table.rows if row.logprob is not None]
+        tokens = [row for row in traced.rows if row.logprob is not None]
         assert max(abs(row.logprob - row.new_logprob) for row in tokens) < 1e-4
 
 
