@@ -38,9 +38,11 @@ STRUCTURE = (
     "critic_update",
 )  # fmt: skip
 
+WHOLE = "DDP or one process"
+
 AHEAD = ".ahead.safetensors"  # suffix of the file with the adapter that samples ahead
 
-PROCESSES = "number of processes"
+PROCESSES, ENGINE = "number of processes", "engine"
 
 PROMPTS = "prompts (SHA-256 of lengths and token ids)"
 
@@ -66,9 +68,13 @@ class RunDescription:
 
 
 def describe_run(
-    model: ActorCritic, peft_config: PeftConfig, reward_funcs: list[str], prompt_maker: PromptMaker
+    model: ActorCritic, peft_config: PeftConfig, reward_funcs: list[str], prompt_maker: PromptMaker, engine: str
 ) -> RunDescription:
-    """Describe the run: the values that a resumed run must share, and the values it should share."""
+    """Describe the run: the values that a resumed run must share, and the values it should share.
+
+    Args:
+        engine: "FSDP", "DEEPSPEED", or another of accelerate's `DistributedType`.
+    """
     args, agents, critic = prompt_maker.args, prompt_maker.agents, model.critic
     own_adapter = critic.peft_config if critic is not None and critic.has_own_adapter else None
     inherited = {f.name for f in fields(TrainingArguments)}
@@ -83,6 +89,7 @@ def describe_run(
                 args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
             ),
             **({PROCESSES: args.world_size} if keeps_number else {}),
+            ENGINE: engine if engine in ("FSDP", "DEEPSPEED") else WHOLE,  # each saves its optimizer in its own form
             **{name: values[name] for name in STRUCTURE},
             "num_critic_epochs": args.critic_epochs if args.needs_critic else None,
             "optim": values["optim"],
@@ -197,7 +204,7 @@ class PPOCheckpoint:
             )
         assert saved is not None
         for name, wanted in self.run.structure.items():
-            default = getattr(PPOConfig, name, None)  # of a field that is newer than the checkpoint
+            default = WHOLE if name == ENGINE else getattr(PPOConfig, name, None)  # newer than the checkpoint
             before, now = find_differences(saved.structure.get(name, default), wanted)
             if before != now:
                 raise ValueError(
@@ -280,5 +287,6 @@ class PPOCheckpoint:
         taken = [choice["positions"][0] - first + i for choice in choices for i in choice["taken"]]
         uniform = [drawn for choice in choices for drawn in choice["uniform"]]
         own = self._own_part(len(taken))
-        part = {"positions": [first, end], "taken": taken[own], "uniform": uniform[own]}
+        measures = {} if self.process else merge(choice["measures"] for choice in choices)
+        part = {"positions": [first, end], "taken": taken[own], "uniform": uniform[own], "measures": measures}
         return {**plain[0], "choice": {**choices[0], **part}}

@@ -215,7 +215,8 @@ class PPOTrainer(CrashSafeTrainer):
         self._eval_sampling = False
         self._sources = parts.sources
         self._outputs_checked = False
-        run = describe_run(parts.model, parts.peft_config, parts.rewards.names, parts.prompt_maker)
+        engine = self.accelerator.distributed_type.value
+        run = describe_run(parts.model, parts.peft_config, parts.rewards.names, parts.prompt_maker, engine)
         check_processes(run, parts.model, parts.prompt_maker)
         self._checkpoint = PPOCheckpoint(run, args.process_index)
         self._begin_run()
