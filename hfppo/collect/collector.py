@@ -144,8 +144,8 @@ class Collector:
             values = self.gather(self.prompt_values(candidates)[:, None])[:, 0]
         expected = line.expected(values, values.mean())
         taken, uniform = choose(line.distances(expected), count, (args.seed, CHOICE_STREAM, first))
+        measures = measure_choice(expected, taken, uniform, part) | phase.times()
         part = self.own_part(count)
-        measures = measure_choice(expected, taken, uniform) | phase.times()
         plain = {name: x.tolist() for name, x in measures.items()}
         return Choice(window, taken[part].tolist(), uniform[part].tolist(), len(window) - count, plain)
 
