@@ -75,7 +75,8 @@ def describe_run(
     Args:
         engine: "FSDP", "DEEPSPEED", or another of accelerate's `DistributedType`.
     """
-    args, agents = prompt_maker.args, prompt_maker.agents
+    args, agents, critic = prompt_maker.args, prompt_maker.agents, model.critic
+    own_adapter = critic.peft_config if critic is not None and critic.has_own_adapter else None
     inherited = {f.name for f in fields(TrainingArguments)}
     values = json.loads(json.dumps(args.to_dict(), default=str))  # without secrets, and with dtypes as text
     own = [f.name for f in fields(args) if f.name not in {*inherited, *STRUCTURE, "num_critic_epochs"}]
@@ -96,8 +97,8 @@ def describe_run(
             **hash_frozen_weights(model),
             "tools": None if agents is None else {str(name): pool.schemas for name, pool in agents.pools.items()},
             "peft_config": describe_adapter(peft_config),
-            "critic": None if model.critic is None else model.critic.kind,
-            "critic_peft_config": describe_own_adapter(model),
+            "critic": critic and critic.kind,
+            "critic_peft_config": own_adapter and describe_adapter(own_adapter),
         },
         settings={
             **{name: values[name] for name in (*own, *TRAINER_FIELDS)},
@@ -106,14 +107,6 @@ def describe_run(
         },
         date=prompt_maker.date.day.isoformat(),
     )
-
-
-def describe_own_adapter(model: ActorCritic) -> dict[str, object] | None:
-    """Describe the critic's adapter if it is not as the actor's."""
-    critic = model.critic
-    if critic is None or critic.peft_config is None or not critic.has_own_adapter:
-        return None
-    return describe_adapter(critic.peft_config)
 
 
 def hash_prompts(prompt_maker: PromptMaker) -> str | None:
@@ -240,7 +233,7 @@ class PPOCheckpoint:
             save_file(dict(weights), path.with_suffix(AHEAD))
         content = {
             "run": asdict(self.run),
-            "state": standing.state.state_dict(),
+            "state": asdict(standing.state),
             "metrics": standing.metrics,
             "steps": [asdict(step) for step in standing.steps],
             "rollout": rollout is not None,

@@ -29,23 +29,16 @@ NASTY = [
 TOKENS = ["是", "的", EVIL, "↵", "<E4>"]
 
 
+def row(t: int, token: str, shift: float) -> dict:
+    before = {"logprob": -0.5 - t, "ref_logprob": -0.75 - t, "kl": 0.25, "reward": -0.025, "value": 0.1 * t + shift}
+    credit = {"td_error": 0.01 * t - 0.02, "return_": 0.9, "advantage": (-1) ** t * (t + 1) * 0.25 + shift}
+    after = {"counted": t != 4, "new_logprob": -0.4 - t, "ratio": 1.1052 if t else 1.35, "clipped": t == 0}
+    return {"token": token, **before, **credit, **after}
+
+
 def trace(rollout: int, prompt: str, shift: float) -> Trace:
-    places = range(len(TOKENS))
-    columns = {
-        "token": TOKENS,
-        "logprob": [-0.5 - t for t in places],
-        "ref_logprob": [-0.75 - t for t in places],
-        "kl": [0.25] * 5,
-        "reward": [-0.025] * 5,
-        "value": [0.1 * t + shift for t in places],
-        "td_error": [0.01 * t - 0.02 for t in places],
-        "return_": [0.9] * 5,
-        "advantage": [(-1) ** t * (t + 1) * 0.25 + shift for t in places],
-        "counted": [t != 4 for t in places],
-        "new_logprob": [-0.4 - t for t in places],
-        "ratio": [1.1052 if t else 1.35 for t in places],
-        "clipped": [t == 0 for t in places],
-    }
+    rows = [row(t, token, shift) for t, token in enumerate(TOKENS)]
+    columns = {name: [one[name] for one in rows] for name in rows[0]}
     place = {"rollout": rollout, "step": 4 * rollout, "updated_step": 4 * rollout + 4, "kl_coef": 0.1}
     ids = {"truncated": False, "prompt_ids": [1], "completion_ids": [2] * 5}
     return Trace(prompt=prompt, score=1.0, columns=columns, **place, **ids)
@@ -84,13 +77,8 @@ def test_every_chart_shows_metrics_that_are_logged():
     lists = re.findall(r"metrics: \[(.+)\]},$", TEMPLATE.read_text(), flags=re.MULTILINE)
     patterns = [pattern for some in lists for pattern in re.findall(r'"(.+?)"', some)]
     assert len(patterns) > len(lists) > 10
-    known = [
-        *(name.replace("{part}", "epoch_1") for name in METRICS),
-        "grad_norm",
-        "learning_rate",
-        "eval_reward",
-        "eval_easy_reward",
-    ]
+    known = [name.replace("{part}", "epoch_1") for name in METRICS]
+    known += ["grad_norm", "learning_rate", "eval_reward", "eval_easy_reward"]
     assert [pattern for pattern in patterns if not match_names(known, pattern)] == []
 
 

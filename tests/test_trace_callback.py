@@ -63,7 +63,7 @@ def test_traces_hold_the_trainers_own_numbers_before_and_after_the_update(make_t
     """β is the one that the rewards were made with, though another callback has changed it before."""
     witness = Witness()
     callbacks = [witness, AdaptiveKLCallback(target=1e-6, horizon=10), TokenTraceCallback(every=2, num_completions=3)]
-    limits = {"cliprange": 0.1, "cliprange_high": 1.0, "dual_clip": 1.02}
+    limits = {"cliprange": 0.1, "cliprange_high": 1.0, "dual_clip": 1.02, "lam": 0.95}
     trainer = make_trainer({**CONFIG, **limits, "temperature": 0.7}, callbacks=callbacks)
     trainer.train()
     assert witness.events == [(event, n, 4 * (n - (event == "rollout"))) for n in (1, 2, 3) for event in EVENTS]

@@ -135,7 +135,7 @@ def choose_dataset(
     if found is None:
         names = ", ".join(filter(None, named)) or "none"
         raise ValueError(
-            f"eval_dataset={requested!r} is missing; pass a dataset to PPOTrainer or to evaluate(), or the name of one of "
-            f"the trainer's: {names}"
+            f"eval_dataset={requested!r} is missing; pass a dataset to PPOTrainer or to evaluate(), or a name of the "
+            f"trainer's: {names}"
         )
     return found

@@ -71,7 +71,7 @@ class TokenTable(JupyterMixin):
         columns = {
             "token": token_texts(rollout.completion_ids[index][real].tolist(), tokenizer),
             **{name: [None] * len(sampled) for name in HEADINGS},
-            **{name: where(sampled, x[index][real].tolist()) for name, x in numbers.items() if x is not None},
+            **{name: mask_context(sampled, x[index][real].tolist()) for name, x in numbers.items() if x is not None},
             "counted": rollout.loss_mask[index][real].tolist(),
         }
         if rollout.conversation is not None:
@@ -91,7 +91,7 @@ class TokenTable(JupyterMixin):
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
         tokens = [Text(escape_control_characters(token)) for token in self.columns["token"]]
         table.add_column("token", min_width=min(max((token.cell_len for token in tokens), default=0), 12))
-        shown = [name for name in HEADINGS if any(x is not None for x in self.columns[name])]
+        shown = [name for name in HEADINGS if any(x is not None for x in self.columns.get(name, []))]
         for name in shown:
             table.add_column(HEADINGS[name], justify="right", no_wrap=" " not in HEADINGS[name])
         turn = 1
@@ -118,6 +118,6 @@ def format_cell(value: float | bool | None) -> str:
     return f"{value:.4f}"
 
 
-def where(sampled: list[bool], numbers: list) -> list:
+def mask_context(sampled: list[bool], numbers: list) -> list:
     """Return the numbers of the tokens that the model sampled, and None for the others."""
     return [x if is_own else None for x, is_own in zip(numbers, sampled, strict=True)]

@@ -13,7 +13,7 @@ from hfppo.functional import CLIP_FRACTIONS, Clip
 from hfppo.functional.kl import clamp_log_ratio
 from hfppo.models.actor_critic import ActorCritic, Want
 from hfppo.models.modes import eval_mode
-from hfppo.reporting.token_table import TokenTable, where
+from hfppo.reporting.token_table import TokenTable, mask_context
 from hfppo.rollout import Rollout, Sequences
 from hfppo.state import PPOState
 from hfppo.support.files import ignore_write_errors, write_atomically
@@ -101,7 +101,7 @@ def add_update(trace: Trace, model: ActorCritic, args: PPOConfig, clip: Clip, st
     if args.policy_loss in CLIP_FRACTIONS:
         found = CLIP_FRACTIONS[args.policy_loss](new, old, advantages, clip)
         after["clipped"] = found.low | found.high | found.dual
-    updated = {name: where(sampled[0].tolist(), x[0].tolist()) for name, x in after.items()}
+    updated = {name: mask_context(sampled[0].tolist(), x[0].tolist()) for name, x in after.items()}
     return replace(trace, columns=columns | updated, updated_step=step)
 
 
