@@ -78,6 +78,7 @@ def test_one_process_and_two_make_the_same_run(one, two):
     assert_same_run(from_one, one, 1e-6)
 
 
+@pytest.mark.nightly
 def test_a_run_of_two_processes_resumes_on_one(train, two):
     assert_same_run(train(1, "one of two", "two")[1], two[0], 1e-6)
 
