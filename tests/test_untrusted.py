@@ -220,8 +220,8 @@ def test_completions_steer_no_terminal(monkeypatch, tmp_path, chat):
 def test_the_token_table_steers_no_terminal(tmp_path):
     made = trainer(tmp_path)
     table = TokenTable.from_rollout(made.rollout(["1+1="]), 0, made.processing_class)
-    rows = [type(table.rows[0])(NASTY, *list(vars(table.rows[0]).values())[1:])]
-    check_harmless(printed(TokenTable(NASTY, 1.0, rows)))
+    columns = table.columns | {"token": [NASTY] * len(table.columns["token"])}
+    check_harmless(printed(TokenTable(prompt=NASTY, score=1.0, columns=columns)))
 
 
 def test_a_server_is_asked_directly_whatever_the_environment_says(serve, monkeypatch, tmp_path):
