@@ -222,7 +222,7 @@ def make_model(config: PreTrainedConfig, setup: Setup) -> ActorCritic:
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setup.dtype))
         adapter = LoraConfig(r=setup.lora_r, target_modules="all-linear", task_type="CAUSAL_LM")
-        critic = None if setup.critic == "none" else find_critic(setup.critic).with_layers(setup.critic_layers, base)
+        critic = None if setup.critic == "none" else replace(find_critic(setup.critic), layers=setup.critic_layers)
         model = ActorCritic(base, adapter, critic)
     if setup.activation_checkpointing:
         model.activation_checkpointing_enable()

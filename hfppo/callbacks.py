@@ -13,8 +13,7 @@ from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import IntervalStrategy
 
 from hfppo.functional import adaptive_kl_coef
-from hfppo.metrics import UpdateStep, metrics_of
-from hfppo.rollout import Rollout, Transcript
+from hfppo.metrics import metrics_of
 from hfppo.state import PPOState
 
 PASSED = ("model", "processing_class", "optimizer", "lr_scheduler")  # passed to every event, like Trainer's own
@@ -64,67 +63,36 @@ class PPOCallback(TrainerCallback):
     """A TrainerCallback with three more events.
 
     Each event passes `model`, `processing_class`, `optimizer` and `lr_scheduler` as Trainer's events do, and further
-    arguments by keyword; take `**kwargs`. Trainer's next `on_step_begin` clears flags that `on_rollout_end` sets in
-    `control`; set them in the other events.
+    arguments by keyword; take `**kwargs`. An event may return a `TrainerControl` in place of `control`. Trainer's next
+    `on_step_begin` clears flags that `on_rollout_end` sets in `control`; set them in the other events.
     """
 
-    def on_rollout_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: PPOControl,
-        *,
-        rollout: Rollout,
-        transcript: Transcript,
-        metrics: dict[str, float],
-        ppo_state: PPOState,
-        **kwargs: object,
-    ) -> TrainerControl | None:
+    def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, ppo_state, **kwargs):
         """Called on every process after a rollout was collected, before its first update.
 
         Args:
-            control: Trainer's flags and the settings of `PPOControl`; change them equally on every process.
-            rollout: this process's rows.
-            transcript: the same rows as text, with the scores of each reward function.
-            metrics: the rollout's metrics over all processes, by the names of `hfppo.metrics.METRICS`.
-            ppo_state: PPO's state; read it only.
+            control (PPOControl): Trainer's flags and PPO's settings; change them equally on every process.
+            rollout (Rollout): this process's rows.
+            transcript (Transcript): the same rows as text, with the scores of each reward function.
+            metrics (dict[str, float]): the rollout's over all processes, by the names of `hfppo.metrics.METRICS`.
+            ppo_state (PPOState): PPO's state; read it only.
         """
 
-    def on_mini_batch_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: PPOControl,
-        *,
-        step: UpdateStep,
-        ppo_state: PPOState,
-        **kwargs: object,
-    ) -> TrainerControl | None:
+    def on_mini_batch_end(self, args, state, control, *, step, ppo_state, **kwargs):
         """Called on every process after each optimizer step.
 
         Args:
-            step: its place and its metrics over all processes.
+            step (UpdateStep): its place and its metrics over all processes.
         """
 
-    def on_update_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: PPOControl,
-        *,
-        rollout: Rollout,
-        metrics: dict[str, float],
-        steps: list[UpdateStep],
-        ppo_state: PPOState,
-        **kwargs: object,
-    ) -> TrainerControl | None:
+    def on_update_end(self, args, state, control, *, rollout, metrics, steps, ppo_state, **kwargs):
         """Called on every process after the last optimizer step on a rollout, before that step is logged and saved.
 
         Args:
-            rollout: this process's rows, as collected.
-            metrics: metrics of the whole update over all processes.
-            steps: the same for each optimizer step on the rollout.
-            ppo_state: PPO's state on this rollout.
+            rollout (Rollout): this process's rows, as collected.
+            metrics (dict[str, float]): metrics of the whole update over all processes.
+            steps (list[UpdateStep]): the same for each optimizer step on the rollout.
+            ppo_state (PPOState): PPO's state on this rollout.
         """
 
 

@@ -38,9 +38,11 @@ STRUCTURE = (
     "critic_update",
 )  # fmt: skip
 
+WHOLE = "DDP or one process"
+
 AHEAD = ".ahead.safetensors"  # suffix of the file with the adapter that samples ahead
 
-PROCESSES = "number of processes"
+PROCESSES, ENGINE = "number of processes", "engine"
 
 PROMPTS = "prompts (SHA-256 of lengths and token ids)"
 
@@ -66,10 +68,15 @@ class RunDescription:
 
 
 def describe_run(
-    model: ActorCritic, peft_config: PeftConfig, reward_funcs: list[str], prompt_maker: PromptMaker
+    model: ActorCritic, peft_config: PeftConfig, reward_funcs: list[str], prompt_maker: PromptMaker, engine: str
 ) -> RunDescription:
-    """Describe the run: the values that a resumed run must share, and the values it should share."""
-    args, agents = prompt_maker.args, prompt_maker.agents
+    """Describe the run: the values that a resumed run must share, and the values it should share.
+
+    Args:
+        engine: "FSDP", "DEEPSPEED", or another of accelerate's `DistributedType`.
+    """
+    args, agents, critic = prompt_maker.args, prompt_maker.agents, model.critic
+    own_adapter = critic.peft_config if critic is not None and critic.has_own_adapter else None
     inherited = {f.name for f in fields(TrainingArguments)}
     values = json.loads(json.dumps(args.to_dict(), default=str))  # without secrets, and with dtypes as text
     own = [f.name for f in fields(args) if f.name not in {*inherited, *STRUCTURE, "num_critic_epochs"}]
@@ -82,6 +89,7 @@ def describe_run(
                 args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
             ),
             **({PROCESSES: args.world_size} if keeps_number else {}),
+            ENGINE: engine if engine in ("FSDP", "DEEPSPEED") else WHOLE,  # each saves its optimizer in its own form
             **{name: values[name] for name in STRUCTURE},
             "num_critic_epochs": args.critic_epochs if args.needs_critic else None,
             "optim": values["optim"],
@@ -89,8 +97,8 @@ def describe_run(
             **hash_frozen_weights(model),
             "tools": None if agents is None else {str(name): pool.schemas for name, pool in agents.pools.items()},
             "peft_config": describe_adapter(peft_config),
-            "critic": None if model.critic is None else model.critic.kind,
-            "critic_peft_config": describe_own_adapter(model),
+            "critic": critic and critic.kind,
+            "critic_peft_config": own_adapter and describe_adapter(own_adapter),
         },
         settings={
             **{name: values[name] for name in (*own, *TRAINER_FIELDS)},
@@ -99,14 +107,6 @@ def describe_run(
         },
         date=prompt_maker.date.day.isoformat(),
     )
-
-
-def describe_own_adapter(model: ActorCritic) -> dict[str, object] | None:
-    """Describe the critic's adapter if it is not as the actor's."""
-    critic = model.critic
-    if critic is None or critic.peft_config is None or not critic.has_own_adapter:
-        return None
-    return describe_adapter(critic.peft_config)
 
 
 def hash_prompts(prompt_maker: PromptMaker) -> str | None:
@@ -204,7 +204,7 @@ class PPOCheckpoint:
             )
         assert saved is not None
         for name, wanted in self.run.structure.items():
-            default = getattr(PPOConfig, name, None)  # of a field that is newer than the checkpoint
+            default = WHOLE if name == ENGINE else getattr(PPOConfig, name, None)  # newer than the checkpoint
             before, now = find_differences(saved.structure.get(name, default), wanted)
             if before != now:
                 raise ValueError(
@@ -233,7 +233,7 @@ class PPOCheckpoint:
             save_file(dict(weights), path.with_suffix(AHEAD))
         content = {
             "run": asdict(self.run),
-            "state": standing.state.state_dict(),
+            "state": asdict(standing.state),
             "metrics": standing.metrics,
             "steps": [asdict(step) for step in standing.steps],
             "rollout": rollout is not None,
@@ -287,5 +287,6 @@ class PPOCheckpoint:
         taken = [choice["positions"][0] - first + i for choice in choices for i in choice["taken"]]
         uniform = [drawn for choice in choices for drawn in choice["uniform"]]
         own = self._own_part(len(taken))
-        part = {"positions": [first, end], "taken": taken[own], "uniform": uniform[own]}
+        measures = {} if self.process else merge(choice["measures"] for choice in choices)
+        part = {"positions": [first, end], "taken": taken[own], "uniform": uniform[own], "measures": measures}
         return {**plain[0], "choice": {**choices[0], **part}}

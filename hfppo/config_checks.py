@@ -19,20 +19,14 @@ logger = logging.getLogger(__name__)
 
 STOPS = {"stop_strings": str, "stop_token_ids": int}  # keys of `generation_kwargs`, with the type of their entries
 
-# Fields that only some advantage estimators read, with what such an estimator needs.
+# Fields that only some advantage estimators read, by what such an estimator needs.
+OF_CRITIC = "critic_warmup", "critic_pretraining_completions", "num_critic_epochs", "critic_layers", "critic_update"
 READ_FOR = {
-    "critic_warmup": "values",
-    "critic_pretraining_completions": "values",
-    "num_critic_epochs": "values",
-    "critic_layers": "values",
-    "value_range": "values",
-    "critic_update": "values",
-    "gamma_turn": "gamma",
-    "lam_turn": "lam",
-    "scale_rewards": "scale",
-    "multi_objective_aggregation": "scale",
+    "values": (*OF_CRITIC, "value_range"),
+    "gamma": ("gamma_turn",),
+    "lam": ("lam_turn",),
+    "scale": ("scale_rewards", "multi_objective_aggregation"),
 }
-
 
 METRIC_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")  # schedulers that read an evaluation's metric
 
@@ -160,7 +154,7 @@ def find_contradictions(args: Any) -> dict[str, object]:
     estimator = f"advantage_estimator={args.advantage_estimator!r}"
     values, groups = (estimator_needs(args.advantage_estimator, x) for x in ("values", "groups"))
     per_mini_batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    unread = [name for name, need in READ_FOR.items() if not estimator_needs(args.advantage_estimator, need)]
+    unread = [x for need in READ_FOR if not estimator_needs(args.advantage_estimator, need) for x in READ_FOR[need]]
     return {
         **{
             f"{name}={getattr(args, name)!r} cannot be used with PPO: {reason}": (
@@ -232,12 +226,13 @@ def find_faults_of_range(args: Any, kl_coef: float) -> dict[str, object]:
     Args:
         kl_coef: β, which a callback may have changed.
     """
-    if args.value_range is None:
-        fault = "value_loss='bce' takes values in a range; set value_range=[low, high], the range of the return"
-        return {fault: args.value_loss == "bce"}
+    has_range = args.value_range is not None
     return {
+        "value_loss='bce' takes values in a range; set value_range=[low, high], the range of the return": (
+            args.value_loss == "bce" and not has_range
+        ),
         f"kl_coef={kl_coef} subtracts a KL from the reward, which may exceed any value_range; set kl_coef=0, and "
-        "kl_loss_coef for a KL in the loss": kl_coef > 0
+        "kl_loss_coef for a KL in the loss": has_range and kl_coef > 0,
     }
 
 

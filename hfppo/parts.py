@@ -256,12 +256,13 @@ def load_critic(
         return None
     # A revision belongs to the repository that it was given for.
     given = {name: value for name, value in inputs.init_kwargs.items() if name != "revision" or critic == inputs.model}
-    source = find_critic(critic, **given).with_layers(args.critic_layers, base).with_bounds(args.bounds)
+    found = find_critic(critic, **given)
+    privileged = found.privileged if train is None else train.head.critic_ids is not None
+    adapter = own or found.peft_config
+    source = CriticSource(found.model, found.folder, args.critic_layers, args.bounds, adapter, privileged)
+    source.check(base)
     if own is not None:
         check_adapter(own)
-        source = source.with_adapter(own)
-    if train is not None:
-        source = source.with_prompts(train.head.critic_ids is not None)
     if isinstance(source.model, PreTrainedModel):
         # Checkpoints of one tokenizer pad their vocabularies to different sizes.
         check_vocabulary("critic", source.model, max(prompt_maker.tokenizer.get_vocab().values()) + 1)

@@ -25,7 +25,7 @@ def collect_runs(folders: Sequence[str]) -> list[dict[str, Any]]:
     runs = [{**run, "name": folder} for folder in folders for run in read_page(Path(folder) / PAGE)]
     if len(runs) > 1:
         return [{**run, "traces": []} for run in runs]
-    recorded = [trace.to_json() for file in list_trace_files(folders[0]) for trace in read_traces(file)]
+    recorded = [vars(trace) for file in list_trace_files(folders[0]) for trace in read_traces(file)]
     return [{**runs[0], "traces": recorded or runs[0]["traces"]}]
 
 

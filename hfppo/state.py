@@ -1,7 +1,7 @@
 """`PPOState`: the state that a checkpoint needs beyond Trainer's; the seeds of all random draws."""
 
 import hashlib
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 
@@ -35,13 +35,9 @@ class PPOState:
         """The number, from 0, of the next rollout's prompts and random draws; pretraining has taken the first ones."""
         return self.pretraining_rollouts + self.rollouts
 
-    def state_dict(self) -> dict[str, Any]:
-        """The fields as plain values."""
-        return asdict(self)
-
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> "PPOState":
-        """Make the state from what `state_dict` returned."""
+        """Make the state from its fields as plain values."""
         return cls(**{f.name: state[f.name] for f in fields(cls) if f.name in state})  # earlier versions had others
 
 

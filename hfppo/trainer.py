@@ -53,7 +53,7 @@ from hfppo.metrics import Meter, metrics_of, parts, parts_of
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs, Want
 from hfppo.models.critic import CRITIC_FOLDER
 from hfppo.models.loading import as_name, load_whole
-from hfppo.models.modes import compile_layers, place_model
+from hfppo.models.modes import attributes, compile_layers, place_model
 from hfppo.models.output_checks import check_outputs
 from hfppo.parts import ModelSource, RewardSource, TrainerInputs, check_prompts, load_parts
 from hfppo.prompt_maker import EVAL, TRAIN
@@ -215,7 +215,8 @@ class PPOTrainer(CrashSafeTrainer):
         self._eval_sampling = False
         self._sources = parts.sources
         self._outputs_checked = False
-        run = describe_run(parts.model, parts.peft_config, parts.rewards.names, parts.prompt_maker)
+        engine = self.accelerator.distributed_type.value
+        run = describe_run(parts.model, parts.peft_config, parts.rewards.names, parts.prompt_maker, engine)
         check_processes(run, parts.model, parts.prompt_maker)
         self._checkpoint = PPOCheckpoint(run, args.process_index)
         self._begin_run()
@@ -317,16 +318,18 @@ class PPOTrainer(CrashSafeTrainer):
             # Without this, resuming a finished run would make one extra step.
             self.control.should_training_stop = True
             return [], MiniBatchSize()
-        if self._just_in_time is not None and self._just_in_time.save_between_steps(self.control):
+        if self.saves_at_signal():
             return [], MiniBatchSize()
         self._prepare_model()  # even if a checkpoint brings a rollout
         self._pretrain_critic()
         for _ in range(num_batches):
             next(epoch_iterator)
         mini_batch = self._next_mini_batch()
+        if self.saves_at_signal():  # while a rollout was collected
+            return [], MiniBatchSize()
         max_tokens = self.args.max_tokens_per_micro_batch
         inputs = cut_mini_batch(self.model, mini_batch, num_batches, max_tokens, self.accelerator)
-        self._run.begin_step(self.state.global_step, may_be_saved=self._just_in_time is not None)
+        self._run.begin_step()
         return inputs, MiniBatchSize.of(mini_batch, self.accelerator)
 
     def _next_mini_batch(self) -> Rollout:
@@ -570,14 +573,9 @@ class PPOTrainer(CrashSafeTrainer):
         """Return the prompts of `predict`."""
         return self.get_eval_dataloader(test_dataset)
 
-    @contextmanager
-    def eval_sampling(self, do_sample: bool) -> Iterator[None]:
+    def eval_sampling(self, do_sample: bool) -> AbstractContextManager[None]:
         """Make evaluations in the block sample, or decode greedily."""
-        before, self._eval_sampling = self._eval_sampling, do_sample
-        try:
-            yield
-        finally:
-            self._eval_sampling = before
+        return attributes(self, _eval_sampling=do_sample)
 
     def evaluation_loop(
         self,
@@ -619,12 +617,12 @@ class PPOTrainer(CrashSafeTrainer):
 
     def save_run_state(self, folder: str) -> None:
         """Save PPO's state, the rollout in use and the metrics that are not logged yet."""
-        run, made = self._run, self.state.global_step
-        in_use = run.rollout if made < self.ppo_state.last_step else None
+        run = self._run
+        in_use = run.rollout if self.state.global_step < self.ppo_state.last_step else None
         steps = [] if in_use is None else run.steps
         order = None if self._ahead is None else self._ahead.order
         ahead = None if order is None else order.split()
-        self._checkpoint.save(folder, Standing(self.ppo_state, run.metrics_to_save(made), steps, in_use, ahead))
+        self._checkpoint.save(folder, Standing(self.ppo_state, run.log.state_dict(), steps, in_use, ahead))
 
     def load_run_state(self, folder: str) -> None:
         """Load PPO's state, and the critic, which upstream does not load."""

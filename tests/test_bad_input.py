@@ -239,7 +239,7 @@ CASES: dict[str, Case] = {
     ),
     "critic_pretraining_completions=26 has no effect": trained(critic_pretraining_completions=26, **PLAIN),
     "critic_layers=1 is for critic='adapter'.* is 'shared'; leave": given(UPPER, critic="shared"),
-    "critic is 'LlamaForSequenceClassification'; leave critic_layers out": given(UPPER, critic=scorer),
+    "critic is 'model'; leave critic_layers out": given(UPPER, critic=scorer),
     "critic_layers=2 must be below the model's 2 layers; lower it": trained(critic_layers=2),
     "critic_layers=0 must be at least 1": trained(critic_layers=0),
     "critic_layers=1 has no effect": trained(**UPPER, **PLAIN),

@@ -248,6 +248,7 @@ def of_two(tmp_path) -> Path:
         rollout = Rollout(**{**some, "scores": torch.arange(4.0) + 4 * process})
         choice = {"positions": [20 + 4 * process, 24 + 4 * process], "taken": [0, 1, 2, 3], "uniform": [True] * 4}
         metrics = Meter({"reward": parts(rollout.scores)}).state_dict()
+        choice["measures"] = {"candidates/chosen": metrics["reward"]}
         ahead = ({"choice": choice, "state": {}}, {"weight": torch.zeros(1)})
         standing = Standing(PPOState(kl_coef=0.1), metrics, [], rollout, ahead)
         checkpoint_of(process, 2).save(tmp_path, standing)
@@ -263,9 +264,9 @@ def test_another_number_of_processes_shares_out_the_rows_prompts_and_metrics(of_
     choices = [one.ahead[0]["choice"] for one in found]
     assert [choice["positions"][0] + i for choice in choices for i in choice["taken"]] == list(range(20, 28))
     assert [len(choice["uniform"]) for choice in choices] == [8 // processes] * processes
-    sums = merge(one.metrics for one in found)
-    assert values_of(sums) == {"reward": 3.5}
-    assert sums["reward"][0] == 8
+    sums = merge([*(one.metrics for one in found), *(choice["measures"] for choice in choices)])
+    assert values_of(sums) == {"reward": 3.5, "candidates/chosen": 3.5}
+    assert sums["reward"][0] == sums["candidates/chosen"][0] == 8
 
 
 def test_what_a_checkpoint_of_another_number_needs(of_two, caplog):

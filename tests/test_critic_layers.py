@@ -66,7 +66,7 @@ def count_calls(layers, counts: Callable[[], bool]) -> list[int]:
 def test_values_and_gradients_are_those_of_the_whole_forward(monkeypatch, architecture, packed):
     if packed:
         monkeypatch.setattr(layout, "PACKING_ATTENTION", "sdpa")
-        monkeypatch.setattr(layout, "_packs", {})
+        monkeypatch.setattr(layout, "_tried", {})
     model = actor(architecture()).eval()
     of_reference = reference_states(model)
     with torch.no_grad():

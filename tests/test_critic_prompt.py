@@ -166,7 +166,7 @@ def test_a_saved_critic_tells_that_it_reads_more(saved):
     with pytest.raises(ValueError, match=r"a critic with \{'privileged': True\}, but"):
         saved.make("plain", critic=str(saved.folder), train_dataset=SUMS)
     trace, _ = trace_prompt(saved.folder / "checkpoint-6", PROMPT, critic_prompt=ANSWERED)
-    values, (answered, plain) = torch.tensor([row.value for row in trace.table.rows]), saved.asked.values
+    values, (answered, plain) = torch.tensor([row.value for row in trace.rows]), saved.asked.values
     assert_close(values, answered, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(values, plain, atol=1e-3)
 

@@ -117,7 +117,7 @@ REQUESTS = {
     "no object": ("POST", "chat/completions", [1], {}, 400),
     "no messages": ("POST", "chat/completions", {"model": "x"}, {}, 400),
     "empty messages": ("POST", "chat/completions", {"messages": []}, {}, 400),
-    "a message without a role": ("POST", "chat/completions", {"messages": [{"content": "x"}]}, {}, 400),
+    "a message without a role": ("POST", "chat/completions", {"messages": [{"content": "do not log"}]}, {}, 400),
     "calls that are not JSON": (
         "POST",
         "chat/completions",
@@ -132,13 +132,14 @@ REQUESTS = {
     "an unknown path": ("POST", "embeddings", {}, {}, 404),
     "another method": ("GET", "chat/completions", {}, {}, 405),
     "the models": ("GET", "models", {}, {}, 200),
-    "a good one": ("POST", "chat/completions", {"messages": MESSAGES}, {}, 200),
+    "a good one": ("POST", "chat/completions", {"messages": [{"role": "user", "content": "do not log"}]}, {}, 200),
 }
 
 
-def test_requests_and_their_status(tmp_path):
+def test_requests_and_their_status(tmp_path, caplog, capfd):
     import httpx2
 
+    caplog.set_level("DEBUG")
     found, forms = {}, []
 
     def play(ask):
@@ -155,6 +156,7 @@ def test_requests_and_their_status(tmp_path):
     assert found == {name: status for name, (*_, status) in REQUESTS.items()}
     assert all(form == {"message", "type", "param", "code"} for form in forms)
     assert rollout.scores.tolist() == [1.0, 1.0]
+    assert "do not log" not in caplog.text + "".join(capfd.readouterr())
 
 
 def test_what_an_answer_says(tmp_path, caplog):
@@ -382,7 +384,7 @@ def test_numbers_of_each_conversation_are_those_of_its_own_forward(tmp_path):
             assert_close(getattr(row, name)[row.mask], expected[sampled], atol=1e-4, rtol=0)
     assert read.values[read.mask].std() > 1e-2
     for traced in read_traces(trace_file(tmp_path, 1)):
-        tokens = [row for row in traced.table.rows if row.logprob is not None]
+        tokens = [row for row in traced.rows if row.logprob is not None]
         assert max(abs(row.logprob - row.new_logprob) for row in tokens) < 1e-4
 
 
@@ -431,6 +433,32 @@ def test_a_client_that_asks_again_gets_the_answer_it_has_missed(tmp_path):
     rollout, *_ = collect(trainer, 1)
     assert text_of(trainer, rollout) == f"a{EOS}"
     assert [len(batch) for batch in trainer.collector.sampler.calls] == [1, 1]
+
+
+def test_a_call_whose_client_has_left_is_not_sampled(tmp_path):
+    """The sampler answers row 1 meanwhile."""
+    import httpx2
+
+    begun, slow = threading.Event(), threading.Event()
+
+    def say(prompt):
+        begun.set()
+        slow.wait(20)
+        return "a"
+
+    def play(ask):
+        begun.wait(20)
+        with pytest.raises(httpx2.ReadTimeout):
+            ask(timeout=0.3)
+        time.sleep(0.2)  # the server notices
+        slow.set()
+        ask.messages[:] = [{"role": "user", "content": "b"}]
+        return float(ask().is_success)
+
+    trainer = saying_trainer(tmp_path, listening(play), say, config={"max_tool_calling_iterations": 1})
+    rollout, *_ = collect(trainer, 2)
+    assert rollout.scores.tolist() == [1.0, 1.0]
+    assert trainer.collector.sampler.calls == [["<user>go 1 <eos><assistant>"], ["<user>b<eos><assistant>"]]
 
 
 def test_the_key_ends_with_the_episode(tmp_path):

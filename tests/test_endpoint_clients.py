@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import subprocess
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from transformers.utils import get_json_schema
@@ -20,110 +23,88 @@ def say(prompt: str) -> str:
     return [*CALLS, ANSWER][prompt.count("<tool>")]
 
 
-def openai_loop(base_url, api_key, stream=False):
-    client = pytest.importorskip("openai").OpenAI(base_url=base_url, api_key=api_key)
+def chat_loop(create):
+    """A tutorial's loop; `create` returns the message that follows."""
     messages = [{"role": "user", "content": QUESTION}]
-    while True:
-        given = {"model": "policy", "messages": messages, "tools": [SCHEMA]}
-        if stream:
-            with client.chat.completions.stream(**given) as events:
-                message = events.get_final_completion().choices[0].message
-        else:
-            message = client.chat.completions.create(**given).choices[0].message
-        messages.append(
-            {key: value for key, value in message.model_dump().items() if key in ("role", "content", "tool_calls")}
-        )
-        if not message.tool_calls:
-            return message.content
-        for one in message.tool_calls:
+    while calls := getattr(message := create(model="policy", messages=messages, tools=[SCHEMA]), "tool_calls", None):
+        messages.append(message)
+        for one in calls:
             result = add(**json.loads(one.function.arguments))
             messages.append({"role": "tool", "tool_call_id": one.id, "content": result})
+    return message.content
 
 
-def openai_stream(base_url, api_key):
-    return openai_loop(base_url, api_key, stream=True)
+def openai_loop(base_url, api_key, stream=False):
+    chat = pytest.importorskip("openai").OpenAI(base_url=base_url, api_key=api_key).chat.completions
+
+    def create(**given):
+        if not stream:
+            return chat.create(**given).choices[0].message
+        with chat.stream(**given) as events:
+            return events.get_final_completion().choices[0].message
+
+    return chat_loop(create)
 
 
-def agents_of(base_url, api_key, kind):
+def curl(base_url, api_key, stream=False):
+    ask = ["curl", "-s", f"{base_url}/chat/completions", "-H", f"Authorization: Bearer {api_key}", "-d", "@-"]
+
+    def create(**given):
+        body = json.dumps({**given, "stream": stream}, default=vars)
+        said = subprocess.run(ask, input=body, capture_output=True, text=True).stdout
+        first = said.partition("\n")[0].removeprefix("data: ")
+        (choice,) = json.loads(first, object_hook=lambda found: SimpleNamespace(**found)).choices
+        return choice.delta if stream else choice.message
+
+    return chat_loop(create)
+
+
+def litellm(base_url, api_key, stream=False):
+    found = pytest.importorskip("litellm")
+
+    def create(model, **given):
+        answer = found.completion(f"openai/{model}", api_base=base_url, api_key=api_key, stream=stream, **given)
+        return (found.stream_chunk_builder(list(answer)) if stream else answer).choices[0].message
+
+    return chat_loop(create)
+
+
+async def agents_of(base_url, api_key, kind="OpenAIChatCompletionsModel", stream=False):
     agents, openai = pytest.importorskip("agents"), pytest.importorskip("openai")
     agents.set_tracing_disabled(True)
     model = getattr(agents, kind)("policy", openai.AsyncOpenAI(base_url=base_url, api_key=api_key))
-    return agents, agents.Agent(name="adder", instructions="add", tools=[agents.function_tool(add)], model=model)
-
-
-async def agents_chat(base_url, api_key):
-    agents, agent = agents_of(base_url, api_key, "OpenAIChatCompletionsModel")
-    return (await agents.Runner.run(agent, QUESTION)).final_output
-
-
-async def agents_responses(base_url, api_key):
-    agents, agent = agents_of(base_url, api_key, "OpenAIResponsesModel")
-    return (await agents.Runner.run(agent, QUESTION)).final_output
-
-
-async def streamed(base_url, api_key, kind):
-    agents, agent = agents_of(base_url, api_key, kind)
+    agent = agents.Agent(name="adder", instructions="add", tools=[agents.function_tool(add)], model=model)
+    if not stream:
+        return (await agents.Runner.run(agent, QUESTION)).final_output
     result = agents.Runner.run_streamed(agent, QUESTION)
     async for _ in result.stream_events():
         pass
     return result.final_output
 
 
-async def agents_chat_stream(base_url, api_key):
-    return await streamed(base_url, api_key, "OpenAIChatCompletionsModel")
-
-
-async def agents_responses_stream(base_url, api_key):
-    return await streamed(base_url, api_key, "OpenAIResponsesModel")
-
-
-async def pydantic_of(base_url, api_key, kind):
+async def pydantic_of(base_url, api_key, kind="OpenAIChatModel", stream=False, **more):
     pydantic_ai, models = pytest.importorskip("pydantic_ai"), pytest.importorskip("pydantic_ai.models.openai")
     provider = pytest.importorskip("pydantic_ai.providers.openai").OpenAIProvider(base_url=base_url, api_key=api_key)
-    agent = pydantic_ai.Agent(getattr(models, kind)("policy", provider=provider), instructions="add", tools=[add])
-    return (await agent.run(QUESTION)).output
+    model = getattr(models, kind)("policy", provider=provider)
+    agent = pydantic_ai.Agent(model, instructions="add", tools=[add], **more)
+
+    async def read(context, events):
+        return [event async for event in events]
+
+    return (await agent.run(QUESTION, event_stream_handler=read if stream else None)).output
 
 
-async def pydantic_chat(base_url, api_key):
-    return await pydantic_of(base_url, api_key, "OpenAIChatModel")
-
-
-async def pydantic_responses(base_url, api_key):
-    return await pydantic_of(base_url, api_key, "OpenAIResponsesModel")
-
-
-def langchain(base_url, api_key, **more):
-    model = pytest.importorskip("langchain_openai").ChatOpenAI(
-        model="policy", base_url=base_url, api_key=api_key, **more
-    )
+def langchain(base_url, api_key, stream=False, **more):
+    found = pytest.importorskip("langchain_openai")
+    model = found.ChatOpenAI(model="policy", base_url=base_url, api_key=api_key, streaming=stream, **more)
     agent = pytest.importorskip("langchain.agents").create_agent(model, [add])
     return agent.invoke({"messages": [("user", QUESTION)]})["messages"][-1].text
-
-
-def langchain_responses(base_url, api_key):
-    return langchain(base_url, api_key, use_responses_api=True)
-
-
-def litellm(base_url, api_key):
-    completion = pytest.importorskip("litellm").completion
-    messages = [{"role": "user", "content": QUESTION}]
-    while True:
-        given = {"api_base": base_url, "api_key": api_key, "messages": messages, "tools": [SCHEMA]}
-        message = completion("openai/policy", **given).choices[0].message
-        messages.append(message)
-        if not message.tool_calls:
-            return message.content
-        for one in message.tool_calls:
-            result = add(**json.loads(one.function.arguments))
-            messages.append({"role": "tool", "tool_call_id": one.id, "content": result})
 
 
 def anthropic_loop(base_url, api_key, stream=False):
     client = pytest.importorskip("anthropic").Anthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key)
     function = SCHEMA["function"]
-    tools = [
-        {"name": "add", "description": function["description"], "input_schema": function["parameters"]},
-    ]
+    tools = [{"name": "add", "description": function["description"], "input_schema": function["parameters"]}]
     messages = [{"role": "user", "content": QUESTION}]
     while True:
         given = {"model": "policy", "max_tokens": 99, "messages": messages, "tools": tools}
@@ -143,22 +124,23 @@ def anthropic_loop(base_url, api_key, stream=False):
         messages.append({"role": "user", "content": results})
 
 
-def anthropic_stream(base_url, api_key):
-    return anthropic_loop(base_url, api_key, stream=True)
+# Each also with `stream`.
+CLIENTS = {
+    "openai": openai_loop,
+    "curl": curl,
+    "openai-agents, chat": agents_of,
+    "openai-agents, responses": partial(agents_of, kind="OpenAIResponsesModel"),
+    "pydantic-ai, chat": pydantic_of,
+    "pydantic-ai, responses": partial(pydantic_of, kind="OpenAIResponsesModel"),
+    "langchain, chat": langchain,
+    "langchain, responses": partial(langchain, use_responses_api=True),
+    "litellm": litellm,
+    "anthropic": anthropic_loop,
+}
 
 
-CLIENTS = [
-    openai_loop, openai_stream, agents_chat, agents_chat_stream, agents_responses, agents_responses_stream,
-    pydantic_chat, pydantic_responses, langchain, langchain_responses, litellm, anthropic_loop, anthropic_stream,
-]  # fmt: skip
-NEEDS = {"agents": "agents", "pydantic": "pydantic_ai", "langchain": "langchain_openai"}
-
-
-@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.__name__)
-def test_an_unmodified_client_has_one_conversation(tmp_path, monkeypatch, client):
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    first = client.__name__.partition("_")[0]
-    pytest.importorskip(NEEDS.get(first, first))
+def played(tmp_path, client, say=say, **kwargs):
+    """Return what the client returns, and the trainer with its rollout; the sampler's log-probs are the model's."""
     found = []
 
     def agent(base_url, api_key, **row):
@@ -166,25 +148,46 @@ def test_an_unmodified_client_has_one_conversation(tmp_path, monkeypatch, client
         found.append(asyncio.run(value) if asyncio.iscoroutine(value) else value)
         return 1.0
 
-    trainer = saying_trainer(tmp_path, agent, say)
-    rollout, transcript, metrics = collect(trainer, 1, training=True)
+    trainer = saying_trainer(tmp_path, agent, say, **kwargs)
+    trainer.collector.sampler.model = trainer.model
+    return found, trainer, collect(trainer, 1, training=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("client", CLIENTS)
+def test_an_unmodified_client_has_one_conversation(tmp_path, monkeypatch, client, stream):
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    found, trainer, (rollout, transcript, metrics) = played(tmp_path, partial(CLIENTS[client], stream=stream))
     assert metrics["agent/failed_frac"] == 0
     assert found == [ANSWER]
     turns = [f"{CALLS[0]}{EOS}<tool>5{EOS}", f"{CALLS[1]}{EOS}<tool>11{EOS}", f"{ANSWER}{EOS}"]
     assert text_of(trainer, rollout) == "<assistant>".join(turns)
     assert text_of(trainer, rollout, 0, rollout.mask) == f"{CALLS[0]}{EOS}{CALLS[1]}{EOS}{ANSWER}{EOS}"
     assert [message["role"][0] for message in transcript.completions[0]] == list("atata")
+    assert metrics["mismatch/max"] < 1e-4
 
 
-def test_a_client_that_rewrites_the_models_messages_begins_conversations(tmp_path):
+def test_typed_output_is_a_call(tmp_path):
+    typed = [CALLS[0], call("final_result", response=11)]
+    found, _, (*_, metrics) = played(
+        tmp_path,
+        lambda base_url, api_key: pydantic_of(base_url, api_key, output_type=int),
+        lambda prompt: typed["<tool>" in prompt],
+    )
+    assert found == [11]
+    assert (metrics["agent/conversations"], metrics["turns/mean"]) == (1.0, 2.0)
+
+
+@pytest.mark.parametrize("kind", ["ToolCallingAgent", "CodeAgent"])
+def test_a_client_that_rewrites_the_models_messages_begins_conversations(tmp_path, kind):
     smolagents = pytest.importorskip("smolagents")
 
-    def agent(base_url, api_key, **row):
+    def client(base_url, api_key):
         model = smolagents.OpenAIModel("policy", api_base=base_url, api_key=api_key)
-        tool = smolagents.tool(add)
-        return float(bool(smolagents.ToolCallingAgent([tool], model, verbosity_level=0, max_steps=3).run(QUESTION)))
+        agent = getattr(smolagents, kind)([smolagents.tool(add)], model, verbosity_level=0, max_steps=3)
+        return agent.run(QUESTION)
 
     # smolagents' own prompt is longer than the model.
-    trainer = saying_trainer(tmp_path, agent, say, positions=20_000, config={"max_prompt_length": None})
-    _, _, metrics = collect(trainer, 1, training=True)
+    _, _, (*_, metrics) = played(tmp_path, client, positions=20_000, config={"max_prompt_length": None})
     assert metrics["agent/conversations"] == metrics["turns/mean"] > 1
+    assert metrics["mismatch/max"] < 1e-4

@@ -14,7 +14,7 @@ from helpers.agents import Chatter, talking_trainer
 from helpers.runs import assert_same_end, critic_values, gradients, logged, logs
 from hfppo import RunPageCallback, TokenTraceCallback
 from hfppo.functional import turn_starts
-from hfppo.reporting.token_table import TokenRow
+from hfppo.reporting.token_table import HEADINGS
 from hfppo.reporting.traces import read_traces, trace_file
 
 SAVING = {"save_strategy": "steps", "save_steps": 1}
@@ -132,16 +132,17 @@ def test_traces_show_turns_and_leave_context_without_numbers(played, folder):
     traces = read_traces(trace_file(folder, 1))
     assert traces
     for trace in traces:
-        rows = trace.table.rows
+        rows = trace.rows
         assert len(rows) == len(trace.completion_ids)
         of_context = [row for row in rows if row.turn is None]
-        assert of_context == [TokenRow(row.token, counted=False) for row in of_context]
+        assert {getattr(row, name) for row in of_context for name in HEADINGS} <= {None}
+        assert not any(row.counted for row in of_context)
         turns = [row.turn for row in rows if row.turn is not None]
         assert turns == sorted(turns)
         assert set(turns) == set(range(1, turns[-1] + 1))
         assert all(row.ratio is not None and row.value is not None for row in rows if row.turn is not None)
-    assert any(row.turn is None for trace in traces for row in trace.table.rows)
-    rich.print(traces[0].table)
+    assert any(row.turn is None for trace in traces for row in trace.rows)
+    rich.print(traces[0])
 
 
 def test_completions_of_several_turns_are_printed_and_saved_with_roles(played, folder):

@@ -59,7 +59,7 @@ def test_a_row_without_a_completion_keeps_its_prompt(packed):
 def packing(monkeypatch):
     """SDPA builds block masks for packed rows: slow, but on a CPU the way to see what flash attention would do."""
     monkeypatch.setattr(packing_module, "PACKING_ATTENTION", "sdpa")
-    monkeypatch.setattr(packing_module, "_packs", {})
+    monkeypatch.setattr(packing_module, "_tried", {})
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_packed_rows_give_what_padded_ones_give(request, architecture, critic):
 
 
 @pytest.mark.parametrize("as_reference", [False, True])
-def test_a_run_packs_whose_reference_is_an_adapter_on_a_model(request, make_trainer, as_reference):
+def test_a_run_tried_whose_reference_is_an_adapter_on_a_model(request, make_trainer, as_reference):
     config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
 
     def ref_logprobs():
@@ -88,7 +88,7 @@ def test_a_run_packs_whose_reference_is_an_adapter_on_a_model(request, make_trai
     padded = ref_logprobs()
     request.getfixturevalue("packing")
     assert_close(ref_logprobs(), padded)
-    assert {"sdpa": True} in packing_module._packs.values()
+    assert {("sdpa", True): True} in packing_module._tried.values()
 
 
 def test_flash_attention_is_told_where_rows_begin(monkeypatch):
@@ -144,7 +144,7 @@ SHARED_ROWS = (
 def apart(monkeypatch):
     """No attention is computed by rows of a tree, so that every row is computed by itself."""
     monkeypatch.setattr(packing_module, "SHARING_ATTENTION", "none")
-    monkeypatch.setattr(packing_module, "_shares", {})
+    monkeypatch.setattr(packing_module, "_tried", {})
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def test_a_critic_whose_attention_is_another_gets_rows_of_its_own(request, short
 
 @pytest.mark.parametrize("broken", ["row_tokens", "position_ids"])
 def test_an_architecture_that_heeds_no_row_or_position_gets_rows(monkeypatch, broken):
-    monkeypatch.setattr(packing_module, "_shares", {})
+    monkeypatch.setattr(packing_module, "_tried", {})
     model = tiny_model()
     forward = model.model.forward
 
@@ -204,7 +204,7 @@ def test_an_architecture_that_heeds_no_row_or_position_gets_rows(monkeypatch, br
         return forward(input_ids, **given)
 
     assert can_share(model)
-    packing_module._shares.clear()
+    packing_module._tried.clear()
     monkeypatch.setattr(model.model, "forward", careless)
     assert not can_share(model)
 

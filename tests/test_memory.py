@@ -44,7 +44,7 @@ def real_model(config: PreTrainedConfig, setup: Setup) -> ActorCritic:
     base = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setup.dtype))
     adapter = default_peft_config()
     adapter.r = setup.lora_r
-    source = critic.find_critic(setup.critic).with_layers(setup.critic_layers, base)
+    source = replace(critic.find_critic(setup.critic), layers=setup.critic_layers)
     model = ActorCritic(base, adapter, source)
     if setup.activation_checkpointing:
         model.activation_checkpointing_enable()

@@ -65,7 +65,7 @@ def test_a_scaled_rate_is_back_to_the_bit_after_its_step(make_trainer):
     trainer = make_trainer()
     run, groups = Run(trainer.model, trainer.accelerator, trainer.args), trainer.create_optimizer().param_groups
     before = [group["lr"] for group in groups]
-    run.begin_step(0, may_be_saved=False)
+    run.begin_step()
     run.before_step(trainer.optimizer, 0.3)
     scaled = [group["lr"] for group in groups]
     assert {now / rate for now, rate in zip(scaled, before, strict=True)} == {0.3, 1.0}, "the actor's only"

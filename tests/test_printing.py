@@ -8,7 +8,6 @@ import rich
 
 from helpers.processes import run_python
 from hfppo import TokenTable
-from hfppo.reporting.token_table import TokenRow
 from hfppo.support.printing import is_terminal, show
 
 RUN = """
@@ -58,7 +57,8 @@ class Ascii(io.TextIOWrapper):
 
 def test_a_token_table_replaces_what_a_terminal_cannot_show(monkeypatch):
     monkeypatch.setattr(sys, "stdout", Ascii())
-    rich.print(TokenTable("请问", 1.0, [TokenRow("好", logprob=-0.5, ref_logprob=-0.5)]))
+    columns = {"token": ["好"], "logprob": [-0.5], "ref_logprob": [-0.5], "counted": [True]}
+    rich.print(TokenTable(prompt="请问", score=1.0, columns=columns))
     assert "-0.5000" in sys.stdout.text()
     assert "??   score 1" in sys.stdout.text()
 

@@ -10,7 +10,7 @@ from hfppo import functional as F
 from hfppo.collect.credit import CreditAssignment
 from hfppo.collect.forward import Passes
 from hfppo.data.prompts import Row
-from hfppo.learn.loss import LossTerm, ppo_loss
+from hfppo.learn.loss import LossTerm, ppo_loss, surrogate
 from hfppo.learn.micro_batches import Counts, MiniBatchSize, cut_mini_batch
 from hfppo.rewards.functions import RewardFunctions
 from hfppo.rewards.reward_func import RewardBatch
@@ -102,6 +102,15 @@ def test_groups_compare_episodes_and_not_conversations():
     rows = credit([INTERLEAVED, PLAIN], [1.0, 0.0], **grpo).by_conversation()
     half = 0.5 / (0.5**0.5 + 1e-6)
     assert_close(rows.advantages, half * (rows.mask * torch.tensor([[1.0], [1.0], [-1.0]])))
+
+
+def test_gspo_has_a_ratio_for_each_conversation():
+    """Means of log π − log π_old by hand: 0.2 in the first, −0.1 in the second; 0.1 in the episode."""
+    rows = credit([COMPACTED], [1.0], [[0.0] * 5] * 2).by_conversation()
+    moved = torch.tensor([[0.3, 0.1, 9.0, 0.2, 0.2], [9.0, -0.3, 0.1, 0.0, 0.0]])
+    loss = surrogate(rows.old_logprobs + moved, rows, "gspo", F.Clip(0.9, 0.9))
+    expected = -torch.tensor([[0.2], [-0.1]]).exp() * rows.mask
+    assert_close(loss * rows.mask, expected)
 
 
 def test_the_end_of_an_episode_is_that_of_its_last_call():

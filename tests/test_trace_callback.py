@@ -13,7 +13,6 @@ from helpers.runs import count_digits, stops_at_kl
 from hfppo import AdaptiveKLCallback, PPOCallback, PPOConfig, TokenTraceCallback
 from hfppo.models.actor_critic import Want
 from hfppo.reporting.traces import Trace, list_trace_files, read_traces, trace_file, write_traces
-from hfppo.token_trace import TokenRow, TokenTable
 
 CONFIG = {"max_steps": 12, "kl_coef": 0.1}  # 3 rollouts of 4 steps
 EVENTS = ("rollout", "update")
@@ -43,7 +42,7 @@ def traces(folder: Path) -> dict[int, list[Trace]]:
 
 
 def column(trace: Trace, name: str) -> torch.Tensor:
-    return torch.tensor([getattr(row, name) for row in trace.table.rows])
+    return torch.tensor([getattr(row, name) for row in trace.rows])
 
 
 def test_trackers_that_are_reported_to_get_the_tokens(make_trainer, monkeypatch, tmp_path):
@@ -53,7 +52,7 @@ def test_trackers_that_are_reported_to_get_the_tokens(make_trainer, monkeypatch,
     trainer = make_trainer({**CONFIG, "max_steps": 4}, callbacks=[TokenTraceCallback(num_completions=2)])
     trainer.args.report_to = ["trackio"]  # after Trainer has set up its own, which would start the real one
     trainer.train()
-    rows = [row for trace in traces(tmp_path / "out")[1] for row in trace.table.rows]
+    rows = [row for trace in traces(tmp_path / "out")[1] for row in trace.rows]
     (table,) = (entry["traces"] for entry in logged)
     assert set(table["rollout"]) == {1}
     for name in ("token", "logprob", "value", "advantage", "new_logprob", "ratio", "clipped"):
@@ -64,7 +63,7 @@ def test_traces_hold_the_trainers_own_numbers_before_and_after_the_update(make_t
     """β is the one that the rewards were made with, though another callback has changed it before."""
     witness = Witness()
     callbacks = [witness, AdaptiveKLCallback(target=1e-6, horizon=10), TokenTraceCallback(every=2, num_completions=3)]
-    limits = {"cliprange": 0.1, "cliprange_high": 1.0, "dual_clip": 1.02}
+    limits = {"cliprange": 0.1, "cliprange_high": 1.0, "dual_clip": 1.02, "lam": 0.95}
     trainer = make_trainer({**CONFIG, **limits, "temperature": 0.7}, callbacks=callbacks)
     trainer.train()
     assert witness.events == [(event, n, 4 * (n - (event == "rollout"))) for n in (1, 2, 3) for event in EVENTS]
@@ -82,9 +81,9 @@ def test_traces_hold_the_trainers_own_numbers_before_and_after_the_update(make_t
             real = rollout.mask[i]
             assert trace.completion_ids == rollout.completion_ids[i][real].tolist()
             assert trace.prompt_ids == rollout.prompt_ids[i][rollout.prompt_mask[i]].tolist()
-            text = "".join(row.token for row in trace.table.rows).replace("<#25>", "")  # an id without text
+            text = "".join(row.token for row in trace.rows).replace("<#25>", "")  # an id without text
             assert text == tokenizer.decode(trace.completion_ids)
-            assert (trace.table.score, trace.truncated) == (float(rollout.scores[i]), bool(rollout.truncated[i]))
+            assert (trace.score, trace.truncated) == (float(rollout.scores[i]), bool(rollout.truncated[i]))
             for name, tensor in {
                 "logprob": rollout.old_logprobs,
                 "ref_logprob": rollout.ref_logprobs,
@@ -129,10 +128,10 @@ def test_chosen_prompts_change_nothing_about_the_training(make_trainer, tmp_path
     assert answers.count(PROMPTS["answer"]) == 4
     found = traces(tmp_path / "watched")
     assert list(found) == [1, 2, 3]
-    assert [trace.table.prompt for trace in found[3]] == PROMPTS["prompts"]
+    assert [trace.prompt for trace in found[3]] == PROMPTS["prompts"]
     for trace in found[3]:
         assert trace.kl_coef == 0.1
-        assert all(row.kl == pytest.approx(row.logprob - row.ref_logprob, abs=1e-6) for row in trace.table.rows)
+        assert all(row.kl == pytest.approx(row.logprob - row.ref_logprob, abs=1e-6) for row in trace.rows)
 
 
 class Crash(TrainerCallback):
@@ -190,9 +189,10 @@ def test_update_end_comes_once_after_the_last_step_of_each_rollout(make_trainer,
 
 
 def test_only_the_main_process_writes(tmp_path):
-    row = TokenRow("a", logprob=-1.0, reward=0.0, advantage=0.5)
+    columns = {"token": ["a"], "logprob": [-1.0], "reward": [0.0], "advantage": [0.5]}
+    place = {"rollout": 1, "step": 0, "kl_coef": 0.0, "truncated": False, "prompt_ids": [1], "completion_ids": [2]}
     written = trace_file(tmp_path, 1)
-    write_traces(written, [Trace(1, 0, 0.0, False, [1], [2], TokenTable("p", 1.0, [row]))])
+    write_traces(written, [Trace(prompt="p", score=1.0, columns=columns, **place)])
     before, callback = written.read_text(), TokenTraceCallback()
     other = SimpleNamespace(is_world_process_zero=False, global_step=0, max_steps=4)
     where, state = PPOConfig(output_dir=str(tmp_path)), SimpleNamespace(rollouts=1)

@@ -3,7 +3,6 @@
 import json
 import pickle
 import shutil
-from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -57,14 +56,14 @@ def assert_same(table: TokenTable, expected: TokenTable) -> None:
     assert (table.prompt, len(table.rows)) == (expected.prompt, len(expected.rows))
     for row, other in zip(table.rows, expected.rows, strict=True):
         assert row.token == other.token
-        torch.testing.assert_close(*(torch.tensor([x or 0.0 for x in astuple(r)[1:]]) for r in (row, other)))
+        torch.testing.assert_close(*(torch.tensor([x or 0.0 for x in [*vars(r).values()][1:]]) for r in (row, other)))
 
 
 def test_table_of_a_checkpoint_is_that_of_the_trainer_that_wrote_it(run):
     assert any(abs(row.kl) > 0.01 for row in run.table.rows)  # the adapter has moved, and so have the values
     assert any(abs(row.value) > 0.01 for row in run.table.rows)
     trace, _ = trace_prompt(run.checkpoint, PROMPT, score=run.table.score)
-    assert_same(trace.table, run.table)
+    assert_same(trace, run.table)
     assert (trace.step, trace.rollout, trace.kl_coef) == (4, 1, 0.1)
 
 
@@ -73,10 +72,10 @@ def test_table_of_a_run_without_critic_whose_sampler_was_its_anchor(tmp_path):
     groups = {"num_generations": 3, "per_device_train_batch_size": 3}
     run = Run(tmp_path, advantage_estimator="rloo", policy_mode="bypass", **groups)
     trace, _ = trace_prompt(run.checkpoint, PROMPT, score=run.table.score)
-    assert_same(trace.table, run.table)
-    assert {row.value for row in trace.table.rows} == {None}
+    assert_same(trace, run.table)
+    assert {row.value for row in trace.rows} == {None}
     given, _ = trace_prompt(run.checkpoint, PROMPT, completion="是的")  # which no sampler has log-probs of
-    assert all(row.logprob < 0 for row in given.table.rows)
+    assert all(row.logprob < 0 for row in given.rows)
 
 
 def test_table_of_a_run_with_autocast_whatever_it_was_told_about_training(tmp_path, caplog):
@@ -85,7 +84,7 @@ def test_table_of_a_run_with_autocast_whatever_it_was_told_about_training(tmp_pa
     run = Run(tmp_path, bf16=True, model_init_kwargs={"dtype": "bfloat16"}, **told)
     caplog.clear()
     trace, _ = trace_prompt(run.checkpoint, PROMPT, score=run.table.score)
-    assert_same(trace.table, run.table)
+    assert_same(trace, run.table)
     assert caplog.messages == []
 
 
@@ -108,21 +107,21 @@ def test_another_base_than_the_runs_is_warned_of(run, tmp_path, caplog):
 
 def test_given_completion_is_looked_at_instead_of_a_sampled_one(run):
     trace, _ = trace_prompt(run.checkpoint, PROMPT, completion="是的", score=1.0)
-    assert [row.token for row in trace.table.rows] == ["是", "的", "<eos>"]
+    assert [row.token for row in trace.rows] == ["是", "的", "<eos>"]
     ids = torch.tensor([trace.prompt_ids + trace.completion_ids])
     with torch.no_grad():
         logits = run.trainer.model(input_ids=ids).logits[0, -4:-1] / 0.8
     expected = logits.log_softmax(-1)[range(3), trace.completion_ids]
-    assert [row.logprob for row in trace.table.rows] == pytest.approx(expected.tolist(), abs=1e-5)
-    last = trace.table.rows[-1]
+    assert [row.logprob for row in trace.rows] == pytest.approx(expected.tolist(), abs=1e-5)
+    last = trace.rows[-1]
     assert last.reward == pytest.approx(1.0 - 0.1 * last.kl)
 
 
 def test_without_a_score_what_rests_on_it_is_unknown(run, capsys):
     trace, _ = trace_prompt(run.checkpoint, PROMPT)
-    assert trace.table.score is None
-    assert {(row.reward, row.td_error, row.return_, row.advantage) for row in trace.table.rows} == {(None,) * 4}
-    assert [row.value for row in trace.table.rows] == pytest.approx([row.value for row in run.table.rows], abs=1e-5)
+    assert trace.score is None
+    assert {(row.reward, row.td_error, row.return_, row.advantage) for row in trace.rows} == {(None,) * 4}
+    assert [row.value for row in trace.rows] == pytest.approx([row.value for row in run.table.rows], abs=1e-5)
     main([str(run.checkpoint), PROMPT])
     assert "add --score 1" in capsys.readouterr().out
 
@@ -201,7 +200,7 @@ def test_more_tokens_than_a_model_has_positions_are_refused(tmp_path):
         with pytest.raises(SystemExit, match=said):
             main([str(run.checkpoint), *given])
     longest, _ = trace_prompt(run.checkpoint, "1" * 2, completion="1" * 13)
-    assert len(longest.table.rows) == 14
+    assert len(longest.rows) == 14
 
 
 def test_a_reference_with_fewer_positions_is_named(run, tmp_path):

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from hfppo import Rollout
 from hfppo.functional import gae
-from hfppo.reporting.token_table import TokenRow
+from hfppo.reporting.token_table import HEADINGS
 from hfppo.token_trace import TokenTable
 
 TOKENS = "请问1+1=2？", "是的等于2！"  # without the comma, so that 6 rewards stand on 6 tokens
@@ -58,7 +58,7 @@ def test_token_table_of_the_worked_example(rollout, tokenizer):
 def test_table_in_a_terminal_of_80_columns(rollout, tokenizer):
     console = Console(file=io.StringIO(), width=80)
     table = TokenTable.from_rollout(rollout, 0, tokenizer)
-    console.print(replace(table, rows=[replace(row, kl=-row.kl) for row in table.rows]))
+    console.print(replace(table, columns=table.columns | {"kl": [-x for x in table.columns["kl"]]}))
     text = console.file.getvalue()
     assert "请问1+1=2？" in text
     assert "score 1" in text
@@ -71,9 +71,11 @@ def test_table_in_a_terminal_of_80_columns(rollout, tokenizer):
 def test_turns_in_a_terminal_of_80_columns():
     numbers = {"logprob": -4.5123, "ref_logprob": -14.5, "kl": -0.0321, "reward": -0.0003, "value": -0.5123}
     numbers |= {"td_error": -0.2345, "return_": -1.2345, "advantage": -0.3345}
-    turns = [TokenRow("<|im_end|>", turn=turn, **numbers) for turn in (1, 1, 2)]
+    end = "<|im_end|>"
+    columns = {name: [numbers.get(name)] * 2 + [None] + [numbers.get(name)] for name in HEADINGS}
+    columns |= {"token": [end, end, "see", end], "turn": [1, 1, None, 2], "counted": [True, True, False, True]}
     console = Console(file=io.StringIO(), width=80)
-    console.print(TokenTable("Play.", 1.0, [*turns[:2], TokenRow("see", counted=False), turns[2]]))
+    console.print(TokenTable(prompt="Play.", score=1.0, columns=columns))
     lines = [line.split() for line in console.file.getvalue().splitlines()]
     row = ["<|im_end|>", "-4.5123", "-14.5000", "-0.0321", "-0.0003", "-0.5123", "-0.2345", "-1.2345", "-0.3345"]
     assert lines[-6:] == [row, row, ["see", *"––––––––"], [], row, []]
@@ -81,8 +83,9 @@ def test_turns_in_a_terminal_of_80_columns():
 
 def test_table_in_a_notebook(rollout, tokenizer):
     table = TokenTable.from_rollout(rollout, 0, tokenizer)
-    odd = replace(table.rows[1], token="<b>\x1b[2J", counted=False, value=None)
-    shown = replace(table, prompt="1<2?", rows=[table.rows[0], odd])._repr_mimebundle_([], [])["text/html"]
+    odd = {"token": ["<b>\x1b[2J"] * 6, "counted": [False] * 6, "value": [0.5] * 5 + [None]}
+    table = replace(table, prompt="1<2?", columns=table.columns | odd)
+    shown = table._repr_mimebundle_([], [])["text/html"]
     assert "1&lt;2?" in shown
     assert "&lt;b&gt;" in shown
     assert "–" in shown

@@ -26,7 +26,7 @@ from hfppo.data.prompts import Prompts, Row
 from hfppo.generation import keeping_policy
 from hfppo.generation.generate import SnapshotSampler
 from hfppo.generation.sampler_check import check_sampler
-from hfppo.metrics import parts_of
+from hfppo.metrics import parts, parts_of
 from hfppo.models.modes import place_model
 from hfppo.support.calls import interrupt, start_thread, wait_briefly
 
@@ -129,8 +129,9 @@ class RolloutAhead:
             self.wait()
         self.order = self._thread = None
         sampled, ended = self._sampled.result()
+        age = torch.full((len(sampled.samples),), step - order.state.global_step)  # once for each completion
         measures = {
-            "ahead/age": parts_of(step - order.state.global_step),
+            "ahead/age": parts(age),
             "time/trainer_waited": parts_of(max(0.0, ended - start)),
             "time/sampler_waited": parts_of(max(0.0, start - ended)),
         }

@@ -103,17 +103,20 @@ def choose(distances: Tensor, count: int, seed: tuple[int, ...]) -> tuple[Tensor
     return taken, uniform[taken]
 
 
-def measure_choice(expected: Tensor, taken: Tensor, uniform: Tensor) -> Measures:
+def measure_choice(expected: Tensor, taken: Tensor, uniform: Tensor, part: slice) -> Measures:
     """Measure the expected scores, (candidates,), of prompts that the critic has chosen and passed over.
 
     Args:
         taken, uniform: see `choose`.
+        part: this process's candidates, the only ones that it counts.
     """
-    passed = torch.ones(len(expected), dtype=torch.bool)
+    chosen, own = taken[~uniform], torch.zeros(len(expected), dtype=torch.bool)
+    own[part] = True
+    passed = own.clone()
     passed[taken] = False
     return {
-        "candidates/chosen": parts(expected[taken[~uniform]]),
-        "candidates/passed_over": parts(expected[passed]),
+        "candidates/chosen": parts(expected[chosen], own[chosen]),
+        "candidates/passed_over": parts(expected, passed),
     }
 
 

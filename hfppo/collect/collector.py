@@ -19,7 +19,6 @@ from hfppo.collect.check_finite import check_rollout
 from hfppo.collect.credit import CreditAssignment, counts_in_loss
 from hfppo.collect.forward import any_active, autocast, forward_passes, single_pass
 from hfppo.collect.rollout_metrics import (
-    measure_alignment,
     measure_episodes,
     measure_rollout,
     measure_scores,
@@ -145,8 +144,8 @@ class Collector:
             values = self.gather(self.prompt_values(candidates)[:, None])[:, 0]
         expected = line.expected(values, values.mean())
         taken, uniform = choose(line.distances(expected), count, (args.seed, CHOICE_STREAM, first))
+        measures = measure_choice(expected, taken, uniform, part) | phase.times()
         part = self.own_part(count)
-        measures = measure_choice(expected, taken, uniform) | phase.times()
         plain = {name: x.tolist() for name, x in measures.items()}
         return Choice(window, taken[part].tolist(), uniform[part].tolist(), len(window) - count, plain)
 
@@ -321,8 +320,12 @@ class Collector:
         want = Want(self.args.temperature, values=False)
         logprobs = single_pass(self.model, rollout, self.accelerator, self.args, want).logprobs
         assert logprobs is not None
-        rollout = replace(rollout, value_ratio=clamp_log_ratio(logprobs - rollout.rollout_logprobs).exp())
-        return rollout, measure_alignment(rollout)
+        ratio = clamp_log_ratio(logprobs - rollout.rollout_logprobs).exp()
+        measures = {
+            "value/ratio_mean": parts(ratio, rollout.fitted),
+            "value/rejected_frac": parts(ratio > F.MAX_ALIGNED_RATIO, rollout.fitted),
+        }
+        return replace(rollout, value_ratio=ratio), measures
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the rows of all processes, in their order; (B, …) of this process's B rows."""

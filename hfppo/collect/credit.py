@@ -68,12 +68,17 @@ class CreditAssignment:
         scored_tokens = mask & scored[:, None]
         compares = F.estimator_needs(args.advantage_estimator, "groups")
         rows = comparable_rows(scored, groups) if compares else torch.ones_like(scored)
+        open_ended = torch.tensor([sample.open_ended for sample in samples])
+        lam = args.lam if args.lam_alpha is None else F.length_adaptive_lam(mask, args.lam_alpha)
         available = {
             "rewards": self.scale_by_batch(rewards, scored, mask),
+            "mask": mask,
             "values": passes.values,
-            "final_value": value_after_end(samples, passes),
+            "final_value": None if passes.final_value is None else passes.final_value * open_ended,
             "groups": groups,
-            **settings_of_estimators(sequences, args),
+            "gamma": factor_by_turn(args.gamma, args.gamma_turn, sequences),
+            "lam": factor_by_turn(lam, args.lam_turn, sequences),
+            "scale": args.reward_scale == "group",
         }
         estimates = self.estimate(available, rows)
         advantages = estimates.advantages
@@ -123,12 +128,6 @@ class CreditAssignment:
         return F.token_rewards(totals[:, 0], torch.zeros_like(rewards), mask, 0.0)
 
 
-def value_after_end(samples: Sequence[Sample], passes: Passes) -> Tensor | None:
-    """Return V of the state after the last token, (B,), 0 where the completion has ended; None: 0 for all."""
-    open_ended = torch.tensor([sample.open_ended for sample in samples])
-    return None if passes.final_value is None else passes.final_value * open_ended
-
-
 def normalized_sum(samples: Sequence[Sample], weights: Sequence[float], groups: Tensor) -> Tensor:
     """Return the weighted sum of the functions' scores, (B,), each normalized within its group. arXiv:2601.05242.
 
@@ -153,17 +152,6 @@ def mismatch_weights(old_logprobs: Tensor, sequences: Sequences, args: PPOConfig
         return None, sequences.mask
     mode, cap = args.policy_mode, args.vllm_importance_sampling_clip_max
     return F.importance_weights(old_logprobs, sequences.rollout_logprobs, sequences.mask, mode, cap)
-
-
-def settings_of_estimators(sequences: Sequences, args: PPOConfig) -> dict[str, Any]:
-    """Return the arguments of estimators that the configuration and the masks give, by name."""
-    lam = args.lam if args.lam_alpha is None else F.length_adaptive_lam(sequences.mask, args.lam_alpha)
-    return {
-        "mask": sequences.mask,
-        "gamma": factor_by_turn(args.gamma, args.gamma_turn, sequences),
-        "lam": factor_by_turn(lam, args.lam_turn, sequences),
-        "scale": args.reward_scale == "group",
-    }
 
 
 def factor_by_turn(within: float | Tensor, between: float | None, sequences: Sequences) -> float | Tensor:

@@ -17,7 +17,6 @@ from hfppo.data.prompts import EMPTY_PROMPT, Prompts
 from hfppo.metrics import Measures, Meter, parts
 from hfppo.models.modes import eval_mode
 from hfppo.rewards.functions import RewardFunctions
-from hfppo.rewards.reward_func import RewardWrapper
 from hfppo.sample import Sample, Text
 from hfppo.support.out_of_memory import explain_out_of_memory
 
@@ -109,16 +108,14 @@ def check_best_metric(
     if wanted is None or compute_metrics is not None:
         return
     prefixes = [f"eval_{name}_" for name in eval_dataset] if isinstance(eval_dataset, dict) else ["eval_"]
-    metrics = [*SCORE_METRICS, "custom/<name> of log_metric"]
-    for name, func in zip(rewards.names, rewards.funcs, strict=True):
-        whats = ("mean", "std", "failed") if isinstance(func, RewardWrapper) else ("mean", "std")
-        metrics += [f"rewards/{name}/{what}" for what in whats]
+    of_functions = (f"rewards/{name}/{what}" for name in rewards.names for what in ("mean", "std", "failed"))
+    metrics = [*SCORE_METRICS, *of_functions]
     full = wanted if wanted.startswith("eval_") else f"eval_{wanted}"  # as Trainer reads it
-    custom = full.startswith(tuple(f"{prefix}custom/" for prefix in prefixes))
-    if not custom and full not in {prefix + metric for prefix in prefixes for metric in metrics}:
+    is_custom = full.startswith(tuple(f"{prefix}custom/" for prefix in prefixes))
+    if not is_custom and full not in {prefix + metric for prefix in prefixes for metric in metrics}:
         raise ValueError(
             f"metric_for_best_model={wanted!r} is not an evaluation metric; write {' or '.join(prefixes)} followed by "
-            f"one of {', '.join(metrics)}; compute_metrics adds others"
+            f"one of {', '.join(metrics)}, or custom/<name> of log_metric; compute_metrics adds others"
         )
 
 
@@ -133,13 +130,12 @@ def choose_dataset(
     Raises:
         ValueError: there is none, or none of that name.
     """
-    wanted: Any = current if requested is None else requested
-    if isinstance(wanted, str):
-        named = current if isinstance(current, dict) else {}
-        if wanted not in named:
-            known = ", ".join(named) or "no names"
-            raise ValueError(f"eval_dataset={wanted!r} is not among the trainer's datasets, which are: {known}")
-        return named[wanted]
-    if wanted is None:
-        raise ValueError("eval_dataset is missing; pass one to PPOTrainer or to evaluate()")
-    return wanted
+    named: dict[Any, Any] = current if isinstance(current, dict) else {None: current}
+    found = named.get(requested) if requested is None or isinstance(requested, str) else requested
+    if found is None:
+        names = ", ".join(filter(None, named)) or "none"
+        raise ValueError(
+            f"eval_dataset={requested!r} is missing; pass a dataset to PPOTrainer or to evaluate(), or a name of the "
+            f"trainer's: {names}"
+        )
+    return found

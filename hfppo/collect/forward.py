@@ -37,14 +37,19 @@ def forward_passes(
         needs_reference: whether log π_ref is needed.
     """
     order, batches = batches_of(model, sequences, accelerator, args)
-    needs_policy = args.policy_mode != "bypass"
+    needs_policy, keeps = args.policy_mode != "bypass", model.keeps_base_states
     references = outputs = [TokenOutputs()] * len(batches)
     with autocast(accelerator):  # not around the reward functions, which choose their own dtypes
         if needs_reference:
-            references = reference_pass(model, batches, args)
+            want = Want(args.temperature, values=False, base_states=keeps and model.reference_is_base)
+            with model.reference():
+                references = run_batches(model, batches, want)
+        base_states = [reference.base_states for reference in references]  # which the critic starts from
         if needs_policy or model.critic is not None:
-            base_states = [reference.base_states for reference in references]
-            outputs = policy_pass(model, batches, base_states, needs_policy, args)
+            final = args.bootstrap_truncated and args.needs_critic
+            states = keeps and base_states[0] is None
+            want = Want(args.temperature, needs_policy, final_value=final, base_states=states)
+            outputs = run_batches(model, batches, want, base_states)
     reference, output = (join_in_order(parts, order, sequences) for parts in (references, outputs))
     return Passes(
         old_logprobs=output.logprobs,
@@ -81,34 +86,21 @@ def batches_of(
     return order, [{name: x[rows].to(accelerator.device) for name, x in inputs.items()} for rows in order.split(size)]
 
 
-def reference_pass(model: ActorCritic, batches: list[Inputs], args: PPOConfig) -> list[TokenOutputs]:
-    """Compute log π_ref, and the base's states if the critic starts from them."""
-    states = model.keeps_base_states and model.reference_is_base
-    with model.reference():
-        want = Want(args.temperature, values=False, base_states=states)
-        return [keep(model, model(**batch, want=want)) for batch in batches]
-
-
-def policy_pass(
-    model: ActorCritic, batches: list[Inputs], base_states: list[Tensor | None], needs_policy: bool, args: PPOConfig
+def run_batches(
+    model: ActorCritic, batches: list[Inputs], want: Want, base_states: list[Tensor | None] | None = None
 ) -> list[TokenOutputs]:
-    """Compute values, and log π_old unless the sampler's log-probs are used.
+    """Return the outputs for each batch, with the base states, by far the largest, on the CPU in their layer's dtype.
 
     Args:
-        base_states: states from the reference pass, if the critic starts from them; None computes them.
+        base_states: states of each batch that the critic starts from; None computes them.
     """
-    states = model.keeps_base_states and base_states[0] is None
-    final = args.bootstrap_truncated and args.needs_critic
-    want = Want(args.temperature, needs_policy, final_value=final, base_states=states)
-    started = zip(batches, base_states, strict=True)
-    return [keep(model, model(**batch, want=want, base_states=x)) for batch, x in started]
-
-
-def keep(model: ActorCritic, outputs: TokenOutputs) -> TokenOutputs:
-    """Return outputs with the base states, by far the largest, on the CPU in their layer's dtype."""
-    if outputs.base_states is None:
-        return outputs
-    return outputs._replace(base_states=outputs.base_states.to("cpu", model.base_states_dtype))
+    outputs = []
+    for batch, states in zip(batches, base_states or [None] * len(batches), strict=True):
+        output = model(**batch, want=want, base_states=states)
+        if output.base_states is not None:
+            output = output._replace(base_states=output.base_states.to("cpu", model.base_states_dtype))
+        outputs.append(output)
+    return outputs
 
 
 def join_in_order(parts: list[TokenOutputs], order: Tensor, sequences: Sequences) -> TokenOutputs:

@@ -45,7 +45,7 @@ def measure_scores(samples: Sequence[Sample], numbers: Numbers) -> Measures:
 def measure_rollout(
     credited: Credited, kl_coef: float, args: PPOConfig, total: Callable[[Tensor], Tensor]
 ) -> Measures:
-    """Measure a rollout; `hfppo.metrics.METRICS` has the meaning of each name.
+    """Measure a rollout; docs/metrics.md has the meaning of each name.
 
     Args:
         kl_coef: β of the rollout.
@@ -93,24 +93,13 @@ def measure_values(credited: Credited, bounds: F.ValueRange | None, total: Calla
     if rollout.context is not None:
         tokens["value/turn_explained_variance"] = fitted & F.turn_starts(rollout.mask)
     for name, some in tokens.items():
-        measures |= finite(name, F.explained_variance(rollout.values, outcomes, some, total))
+        measures |= finite(name, F.explained_variance(rollout.values, outcomes, some, total), some)
     return measures
 
 
-def measure_alignment(rollout: Rollout) -> Measures:
-    """Measure the ratios of a rollout's tokens after the actor's steps."""
-    ratio = rollout.value_ratio
-    assert ratio is not None
-    rejected = ratio > F.MAX_ALIGNED_RATIO
-    return {
-        "value/ratio_mean": parts(ratio, rollout.fitted),
-        "value/rejected_frac": parts(rejected, rollout.fitted),
-    }
-
-
-def finite(name: str, number: float) -> Measures:
-    """Return a finite number as a measure; {} if it is not finite."""
-    return {name: parts_of(number)} if math.isfinite(number) else {}
+def finite(name: str, number: float, mask: Tensor) -> Measures:
+    """Return a finite number of all processes as a measure, with the weight of this process's tokens; otherwise {}."""
+    return {name: parts(torch.full_like(mask, number, dtype=torch.float32), mask)} if math.isfinite(number) else {}
 
 
 def measure_episodes(samples: Sequence[Sample]) -> Measures:
@@ -177,5 +166,5 @@ def measure_mismatch(rollout: Rollout, args: PPOConfig, total: Callable[[Tensor]
         "mismatch/weight_mean": weights,
         "mismatch/weight_max": weights,
         "mismatch/cut_frac": parts(cut, mask),
-        **finite("mismatch/ess", F.effective_sample_size(rollout.weights, mask, total)),
+        **finite("mismatch/ess", F.effective_sample_size(rollout.weights, mask, total), mask),
     }

@@ -70,8 +70,11 @@ class AgentPlayer(EpisodePlayer):
 
     def sample_turns(self, sample: TurnSampler, calls: Sequence[Any], greedy: bool) -> list[Turn]:
         """Sample the answers to some calls."""
-        if not all(isinstance(call, Call) for call in calls):
-            return []  # nothing is asked; a call that was is withdrawn
+        calls = [call for call in calls if isinstance(call, Call)]
+        if not calls:
+            return []  # all that was asked is withdrawn
+        for call in calls:
+            call.is_taken = True
         seeds = None if greedy else [call.seed for call in calls]
         return sample([call.prompt for call in calls], seeds, [call.budget for call in calls])
 

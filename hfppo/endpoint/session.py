@@ -35,7 +35,8 @@ class Call:
     budget: int  # maximum number of tokens
     before: "Call | None" = None  # the call that it continues
     sampling: asyncio.Future[Turn] = field(default_factory=asyncio.Future)
-    is_awaited: bool = True  # False after the client has left without an answer
+    is_taken: bool = False  # by the sampler
+    clients: int = 0  # that wait for the answer
     turn: Turn | None = None
     answer: Answer | None = None
 
@@ -44,6 +45,11 @@ class Call:
         """The tokens that the policy has read and sampled."""
         assert self.turn is not None
         return self.prompt + self.turn.ids
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether the client has left without an answer."""
+        return self.answer is None and not self.clients
 
 
 @dataclass
@@ -79,7 +85,7 @@ class Session:
     async def answer(self, request: Request, client_left: asyncio.Future, is_retry: bool = False) -> Answer:
         """Return the policy's answer to a request, and record it.
 
-        An answer whose client has left is not recorded, unless the client asks the same again.
+        A call whose client has left is not sampled, or its answer not recorded, unless the client asks the same again.
 
         Args:
             is_retry: whether the client says that it has asked before.
@@ -87,10 +93,13 @@ class Session:
             Refusal: the request cannot be answered.
         """
         call = self.find_missed(request, is_retry) or self.begin(request)
-        call.is_awaited = True
+        call.clients += 1
         await asyncio.wait({call.sampling, client_left}, return_when=asyncio.FIRST_COMPLETED)
-        call.is_awaited = call.sampling.done()
-        if not call.is_awaited:
+        call.clients -= 1
+        if not call.sampling.done():
+            if not call.clients and not call.is_taken:
+                call.sampling.cancel()
+                self.calls.remove(call)
             raise Refusal(499, "the client has left")
         if self.is_over:
             raise Refusal(401, "the episode is over")
@@ -99,7 +108,7 @@ class Session:
     def find_missed(self, request: Request, is_retry: bool) -> Call | None:
         """Return a call with the same request whose answer the client has missed; None if there is none."""
         equal = [call for call in self.calls if call.request == request]
-        missed = [call for call in equal if not call.is_awaited] or (equal if is_retry else [])
+        missed = [call for call in equal if call.is_missed] or (equal if is_retry else [])
         return missed[-1] if missed else None
 
     async def end(self) -> None:
@@ -115,7 +124,7 @@ class Session:
             Refusal: a limit is reached, or the chat template cannot render the request.
         """
         most = self.args.max_tool_calling_iterations
-        if most is not None and sum(call.is_awaited for call in self.calls) >= most:
+        if most is not None and sum(not call.is_missed for call in self.calls) >= most:
             self.limit = Ended.UNFINISHED
             raise Refusal(400, f"the episode has had its max_tool_calling_iterations={most} calls", "too_many_calls")
         if request.tools and self.chat_format.role != "tool":

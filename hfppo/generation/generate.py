@@ -176,10 +176,10 @@ class TransformersSampler(Sampler):
         width = ids.shape[1]
         columns = max(len(row.tokens) + row.left for row in rows)  # the same, whenever a row joined the batch
         most = min(most, columns - width) if self.may_reuse else max(row.left for row in rows)
-        numbers = [row_uniforms([row.seed], len(row.logprobs) + most) for row in rows if row.seed is not None]
+        numbers = [row_uniforms(row.seed, len(row.logprobs) + most) for row in rows if row.seed is not None]
         # MPS has no float64, and CUDA no deterministic cumulative sum.
         on_cpu = device.type == "mps" or torch.are_deterministic_algorithms_enabled()
-        uniforms = torch.cat([x[:, -most:] for x in numbers]).to("cpu" if on_cpu else device) if numbers else None
+        uniforms = torch.stack([x[-most:] for x in numbers]).to("cpu" if on_cpu else device) if numbers else None
         choice = SeededChoice(uniforms, settings.temperature, partial(self._report, rows))
         starts = [width - len(row.logprobs) for row in rows]
         stops = None if settings.stops is None else StopStringCriterion(settings.stops, starts)
@@ -243,10 +243,9 @@ class SnapshotSampler(TransformersSampler):
             yield
 
 
-def row_uniforms(seeds: list[int], width: int) -> Tensor:
-    """Return (B, T) float64 numbers in [0, 1), each row from its own seed."""
-    generators = [torch.Generator().manual_seed(stream_seed(seed)) for seed in seeds]
-    return torch.stack([torch.rand(width, generator=g, dtype=torch.float64) for g in generators])
+def row_uniforms(seed: int, width: int) -> Tensor:
+    """Return (T,) float64 numbers in [0, 1) of a row's seed."""
+    return torch.rand(width, generator=torch.Generator().manual_seed(stream_seed(seed)), dtype=torch.float64)
 
 
 @contextmanager

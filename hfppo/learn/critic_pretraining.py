@@ -15,12 +15,11 @@ from torch.optim import Optimizer
 
 from hfppo import functional as F
 from hfppo.collect.collector import Collector
-from hfppo.collect.forward import autocast
+from hfppo.collect.forward import single_pass
 from hfppo.learn.micro_batches import MiniBatchSize, cut_mini_batch
 from hfppo.learn.run import Run
 from hfppo.metrics import Meter, parts
 from hfppo.models.actor_critic import Want
-from hfppo.models.batch_size import pass_rows
 from hfppo.rollout import Rollout
 from hfppo.state import PRETRAINING_STREAM
 
@@ -105,7 +104,7 @@ class CriticPretraining:
     def step(self, mini_batch: Rollout) -> None:
         """Make an optimizer step, as Trainer's loop does."""
         args, accelerator = self.run.args, self.run.accelerator
-        self.run.begin_step(0, may_be_saved=False)
+        self.run.begin_step()
         cut = cut_mini_batch(
             self.run.model, mini_batch, args.gradient_accumulation_steps, args.max_tokens_per_micro_batch, accelerator
         )
@@ -115,24 +114,18 @@ class CriticPretraining:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    @torch.no_grad()
     def r_squared(self, held_out: list[Rollout]) -> float:
         """Return R² = 1 − mean (V − R)²/Var(R), the coefficient of determination; 0 where the returns do not vary.
 
         The explained variance, 1 − Var(V − R)/Var(R), does not count the error of the mean.
         """
-        args, model, meter = self.run.args, self.run.model, Meter()
-        for rollout in (held.by_conversation() for held in held_out):
-            size = pass_rows(model, args.local_rollout_forward_batch_size, rollout.lengths, args.device)
-            for micro_batch in rollout.micro_batches(math.ceil(len(rollout) / size)):
-                batch = micro_batch.to(args.device)
-                inputs = {**batch.joined(), "completion_mask": batch.mask, "base_states": batch.base_states}
-                with autocast(self.run.accelerator):
-                    values = model(**inputs, want=Want(policy=False)).values
-                assert batch.returns is not None
-                loss = F.value_loss(values, batch.returns)
-                returns = parts(batch.returns, batch.fitted)
-                meter.update({"value/loss": parts(loss, batch.fitted), "value/return_std": returns})
+        run, meter = self.run, Meter()
+        for rollout in held_out:
+            values = single_pass(run.model, rollout, run.accelerator, run.args, Want(policy=False)).values
+            assert values is not None
+            assert rollout.returns is not None
+            loss = parts(F.value_loss(values, rollout.returns), rollout.fitted)
+            meter.update({"value/loss": loss, "value/return_std": parts(rollout.returns, rollout.fitted)})
         found = meter.read()
         deviation = found.get("value/return_std", 0.0)
         return 1 - 2 * found["value/loss"] / deviation**2 if deviation > 1e-6 else 0.0

@@ -13,7 +13,7 @@ from hfppo.collect.check_finite import NonFiniteGuard
 from hfppo.config import PPOConfig
 from hfppo.learn.micro_batches import MiniBatchSize
 from hfppo.learn.optimizer import groups_of, measure_grad_norms, present_rate
-from hfppo.metrics import Measures, Meter, Sums, UpdateStep, parts, parts_of
+from hfppo.metrics import Measures, Meter, UpdateStep, parts, parts_of
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs
 from hfppo.rollout import Rollout
 from hfppo.state import PPOState
@@ -33,7 +33,6 @@ class Run:
         self._moved: set[str] = set()  # of actor and critic, those that a loss moves in this step
         self.flops = 0  # floating-point operations of the step
         self._began = 0.0
-        self._start: tuple[int, Sums] | None = None  # steps made, and metrics, when a step began
 
     @property
     def parameters(self) -> dict[str, list[nn.Parameter]]:
@@ -48,15 +47,9 @@ class Run:
             return False
         return args.world_size == 1 or args.ddp_find_unused_parameters is not False
 
-    def begin_step(self, step: int, may_be_saved: bool) -> None:
-        """Begin an optimizer step after `step` others.
-
-        Args:
-            may_be_saved: whether a checkpoint may be written within it; the resumed run makes the step from its
-                beginning.
-        """
+    def begin_step(self) -> None:
+        """Begin an optimizer step."""
         self._step, self.flops, self._moved = Meter(), 0, set()
-        self._start = (step, self.log.state_dict()) if may_be_saved else None
         self._began = time.perf_counter()
 
     def measure(self, measures: Measures) -> None:
@@ -132,10 +125,6 @@ class Run:
         epoch, mini_batch = divmod(number, self.args.num_mini_batches)
         self.steps.append(UpdateStep(epoch, mini_batch, self._step.gather()))
         return self.steps[-1]
-
-    def metrics_to_save(self, step: int) -> Sums:
-        """Return the metrics that are not logged yet, without an unfinished step after `step` others."""
-        return self._start[1] if self._start is not None and self._start[0] == step else self.log.state_dict()
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from, the critic the base with an adapter and a value head of its own. `AdapterS
 """
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,9 +34,9 @@ from hfppo.models.critic import (
     only_adaptable,
     shared_copy,
 )
-from hfppo.models.layout import Layout, fits, hidden_states, lay_out, run_trunk, trunk_of
+from hfppo.models.layout import Layout, hidden_states, lay_out, run_trunk, trunk_of
 from hfppo.models.loading import check_adapter, check_vocabulary, fit_to_model, keep_four_bits
-from hfppo.models.lower_layers import Recording, record_states, start_from
+from hfppo.models.lower_layers import record_states, start_from
 from hfppo.models.modes import attributes, copy_whole, is_sharded
 from hfppo.models.output_head import Entropy, token_logprobs
 from hfppo.models.router_loss import router_coef, router_loss
@@ -104,15 +104,12 @@ class ActorCritic(PeftModelForCausalLM):
             keep_four_bits(ref_model)
         source = None if critic is None else find_critic(critic)
         config = fit_to_model(peft_config, base)  # a copy: PEFT resolves "all-linear" in place
-        on_base = source is not None and source.model == "adapter"
-        of_critic = peft_config
-        if source is not None and on_base:
-            of_critic = critic_config(source.peft_config or peft_config, base, source.layers)
+        of_critic = None if source is None else critic_config(source, peft_config, base)
         base.requires_grad_(False)  # PEFT freezes only the layers that it sees
         with unchanged(base, "peft_config"), warn_of_left_out(base, peft_config, config):
-            if on_base:  # the first, as PEFT draws the weights
+            if source is not None and source.kind == "adapter":  # the first, as PEFT draws the weights
                 with only_adaptable(base, source.layers):
-                    self._add(base, CRITIC, of_critic)
+                    self._add(base, CRITIC, cast(PeftConfig, of_critic))
             built = None if source is None else build_critic(source, base, of_critic)
             if start_adapter is not None and ref_model is None:
                 frozen = copy.deepcopy(config)
@@ -182,7 +179,6 @@ class ActorCritic(PeftModelForCausalLM):
         """Return the actor alone in eval mode, with weights of its own in the adapter, and the same base tensors."""
         with self._actor_alone():
             copied: ActorCritic = shared_copy(self, self.actor_parameters())
-        copied.critic = copied.ref_model = None
         return copied.eval()
 
     def actor_weights(self) -> dict[str, Tensor]:
@@ -272,7 +268,9 @@ class ActorCritic(PeftModelForCausalLM):
         rows = (input_ids, attention_mask, completion_mask.shape[1], final)
         logprobs = entropy = layout = hidden = balance = None
         of_values: dict[str, Tensor] = {}
-        with self._record_base_states(want) as recording:
+        # The states of the block's last forward, the critic's or the base's.
+        recorded = record_states(trunk_of(self.causal_lm), self.critic.layers) if want.base_states else nullcontext()
+        with recorded as recording:
             if want.policy or (want.values and self.critic_is_shared):
                 layout = lay_out(self._language_model, *rows)
                 outputs = run_trunk(trunk_of(self._language_model), layout)
@@ -284,8 +282,8 @@ class ActorCritic(PeftModelForCausalLM):
                 if not self.critic_is_shared:
                     if critic_input_ids is not None:
                         layout, rows = None, (critic_input_ids, critic_attention_mask, *rows[2:])
-                    if layout is None or not fits(layout, self.critic_trunk):
-                        layout = lay_out(self.critic_trunk, *rows)
+                    if layout is None or self.critic.trunk is not None:
+                        layout = lay_out(self.critic_trunk, self.critic.readable(rows[0]), *rows[1:])
                     hidden = self._critic_states(layout, attention_mask, base_states)
                 outputs_of_head = self.critic(hidden)[layout.states]  # (B, T + 1)
                 of_values = self.critic.token_values(outputs_of_head, completion_mask, want.final_value)
@@ -325,13 +323,7 @@ class ActorCritic(PeftModelForCausalLM):
             states = layout.place(base_states.to(attention_mask.device, self.base_states_dtype), attention_mask)
             started = start_from(self.critic_trunk, self.critic.layers, states)
         with self.adapters.use(CRITIC), started:
-            return hidden_states(self.critic_trunk, self.critic.readable(layout))
-
-    def _record_base_states(self, want: Want) -> AbstractContextManager[Recording | None]:
-        """Record the states below the critic's layers in the block's last forward, the critic's or the base's."""
-        if not want.base_states:
-            return nullcontext()
-        return record_states(trunk_of(self.causal_lm), self.critic.layers)
+            return hidden_states(self.critic_trunk, layout)
 
     @property
     def _language_model(self) -> PreTrainedModel | PeftModel:
@@ -399,16 +391,9 @@ class ActorCritic(PeftModelForCausalLM):
         with self._actor_alone():
             return super().load_adapter(*args, **kwargs)
 
-    @contextmanager
-    def _actor_alone(self) -> Iterator[None]:
+    def _actor_alone(self) -> AbstractContextManager[None]:
         """Remove critic and reference from the submodules for the block; PEFT searches all submodules for adapters."""
-        aside: dict[str, nn.Module | None] = {
-            x: self._modules.pop(x) for x in ("critic", "ref_model") if x in self._modules
-        }
-        try:
-            yield
-        finally:
-            self._modules.update(aside)
+        return attributes(self, critic=None, ref_model=None)
 
     def create_or_update_model_card(self, output_dir: str) -> None:
         """Write PEFT's model card where there is none; the trainer's has PEFT's metadata, valid for the Hub."""

@@ -4,7 +4,7 @@ import copy
 import json
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from hfppo.functional import ValueRange
 from hfppo.models.adapter_config import describe_adapter, find_differences
 from hfppo.models.adapter_switch import CRITIC
-from hfppo.models.layout import Layout, trunk_of
+from hfppo.models.layout import trunk_of
 from hfppo.models.loading import (
     NO_CODE,
     adapter_config,
@@ -30,9 +30,10 @@ from hfppo.models.loading import (
     hub_options,
     keep_four_bits,
 )
-from hfppo.models.lower_layers import find_layers, replace_layers
+from hfppo.models.lower_layers import find_layers, replace_lowest
 from hfppo.models.modes import attributes
 from hfppo.models.vocabulary import is_resized
+from hfppo.support.refusals import raise_first
 
 CRITIC_FOLDER = "critic"
 CRITIC_WEIGHTS = "critic.safetensors"
@@ -64,34 +65,23 @@ class Critic(nn.Module):
     """A value head on hidden states: the actor's, those of the base with an adapter of its own, or another model's.
 
     Args:
-        kind: one of `CRITIC_KINDS`, or "model" (LoRA on another model).
+        source: its kind, layers, bounds and prompts.
         hidden_size: width of the hidden states.
         peft_config: the configuration of the critic's adapter; None: the critic reads the actor's states.
         trunk: the other model without its head, with the adapter; None: the critic is on the actor's base.
-        base: name of the other model, kept in the saved folder.
-        layers: number of top layers that an "adapter" critic adapts; None: all.
-        privileged: whether it reads the column "critic_prompt" in place of the actor's prompt.
-        bounds: the range of the values; None: no bound.
-        has_own_adapter: whether `peft_config` was given for the critic, not taken over from the actor.
     """
 
     def __init__(
         self,
-        kind: str,
+        source: "CriticSource",
         hidden_size: int,
         peft_config: PeftConfig | None = None,
         trunk: PeftModel | None = None,
-        base: str | None = None,
-        layers: int | None = None,
-        bounds: ValueRange | None = None,
-        has_own_adapter: bool = False,
-        privileged: bool = False,
     ):
         super().__init__()
-        self.kind, self.base, self.hidden_size = kind, base, hidden_size
-        self.peft_config, self.layers, self.bounds = peft_config, layers, bounds
-        self.has_own_adapter, self.privileged = has_own_adapter, privileged
-        self.trunk = trunk
+        self.kind, self.layers, self.bounds = source.kind, source.layers, source.bounds
+        self.privileged, self.has_own_adapter = source.privileged, bool(source.peft_config and peft_config)
+        self.hidden_size, self.peft_config, self.trunk = hidden_size, peft_config, trunk
         self.value_head = ValueHead(hidden_size)
 
     @property
@@ -126,12 +116,9 @@ class Critic(nn.Module):
             found["value_logits"] = outputs[:, :-1].where(mask, 0.0)
         return found
 
-    def readable(self, layout: Layout) -> Layout:
-        """Return a layout whose token ids another model knows; its vocabulary may be padded less than the actor's."""
-        if self.trunk is None:
-            return layout
-        size = self.trunk.config.get_text_config().vocab_size
-        return replace(layout, inputs={**layout.inputs, "input_ids": layout.inputs["input_ids"].clamp(max=size - 1)})
+    def readable(self, ids: Tensor) -> Tensor:
+        """Return token ids that another model knows; its vocabulary may be padded less than the actor's."""
+        return ids if self.trunk is None else ids.clamp(max=self.trunk.config.get_text_config().vocab_size - 1)
 
     def check_columns(self, columns: Container[str]) -> None:
         """Raise ValueError unless there is a column "critic_prompt" just if the critic was trained with it."""
@@ -143,7 +130,8 @@ class Critic(nn.Module):
     def config(self) -> dict[str, Any]:
         """Return the configuration that is saved next to the weights and compared when they are loaded."""
         adapter = None if self.peft_config is None else describe_adapter(self.peft_config)
-        own = {"kind": self.kind, "base": self.base, "hidden_size": self.hidden_size, "peft_config": adapter}
+        base = None if self.trunk is None else self.trunk.config.name_or_path
+        own = {"kind": self.kind, "base": base, "hidden_size": self.hidden_size, "peft_config": adapter}
         more = {"layers": self.layers, "value_range": self.bounds and self.bounds._asdict()}
         more |= {name: getattr(self, name) or None for name in ("has_own_adapter", "privileged")}
         return own | {name: x for name, x in more.items() if x is not None}
@@ -201,52 +189,32 @@ class CriticSource:
     privileged: bool = False  # whether it reads the column "critic_prompt"
 
     @property
+    def kind(self) -> str:
+        """One of `CRITIC_KINDS`, or "model" (LoRA on another model)."""
+        return self.model if isinstance(self.model, str) else "model"
+
+    @property
     def is_shared(self) -> bool:
         """Whether the critic reads the actor's hidden states."""
-        return self.model in CRITIC_KINDS[1:]
+        return self.kind in ("shared", "shared_detached")
 
-    def with_layers(self, layers: int | None, actor: PreTrainedModel | PeftModel) -> "CriticSource":
-        """Return the source of a critic that adapts this many layers.
-
-        Args:
-            layers: `critic_layers`.
-        Raises:
-            ValueError: the critic is not an adapter, or `layers` is not below the actor's number of layers.
-        """
-        if layers is not None and self.model != "adapter":
-            given = self.model if isinstance(self.model, str) else type(self.model).__name__
-            raise ValueError(
-                f"critic_layers={layers} is for critic='adapter', which shares the actor's base, but critic is "
-                f"{given!r}; leave critic_layers out"
-            )
-        if layers is not None and layers >= (count := actor.config.get_text_config().num_hidden_layers):
-            raise ValueError(
-                f"critic_layers={layers} must be below the model's {count} layers; lower it, or leave it out to adapt "
-                "all of them"
-            )
-        return replace(self, layers=layers)
-
-    def with_prompts(self, privileged: bool) -> "CriticSource":
-        """Return the source of a critic that reads the column "critic_prompt", or not.
-
-        Raises:
-            ValueError: the critic starts from states of the actor's prompt.
-        """
-        if privileged and (self.layers is not None or self.model in ("shared", "shared_detached")):
-            kind = f"critic={self.model!r}" if self.layers is None else f"critic_layers={self.layers}"
-            raise ValueError(
-                f"train_dataset has a column 'critic_prompt', but with {kind} the critic starts from states of the "
-                "actor's prompt; use critic='adapter' without critic_layers, or remove the column"
-            )
-        return replace(self, privileged=privileged)
-
-    def with_bounds(self, bounds: ValueRange | None) -> "CriticSource":
-        """Return the source of a critic with values in this range."""
-        return replace(self, bounds=bounds)
-
-    def with_adapter(self, config: PeftConfig) -> "CriticSource":
-        """Return the source of a critic with this adapter."""
-        return replace(self, peft_config=config)
+    def check(self, actor: PreTrainedModel | PeftModel) -> None:
+        """Raise ValueError unless layers, prompts and the kind of the critic fit each other and the actor."""
+        count = actor.config.get_text_config().num_hidden_layers
+        given = f"critic={self.kind!r}" if self.layers is None else f"critic_layers={self.layers}"
+        raise_first(
+            {
+                f"{given} is for critic='adapter', which shares the actor's base, but critic is {self.kind!r}; leave "
+                "critic_layers out": self.layers is not None and self.kind != "adapter",
+                f"{given} must be below the model's {count} layers; lower it, or leave it out to adapt all of them": (
+                    self.layers is not None and self.layers >= count
+                ),
+                f"train_dataset has a column 'critic_prompt', but with {given} the critic starts from states of the "
+                "actor's prompt; use critic='adapter' without critic_layers, or remove the column": (
+                    self.privileged and (self.is_shared or self.layers is not None)
+                ),
+            }
+        )
 
 
 def find_critic(critic: str | PreTrainedModel | CriticSource, **init_kwargs: object) -> CriticSource:
@@ -274,8 +242,8 @@ def find_critic(critic: str | PreTrainedModel | CriticSource, **init_kwargs: obj
         bounds = ValueRange(**saved["value_range"]) if "value_range" in saved else None
         adapter = {name: x for name, x in (saved.get("peft_config") or {}).items() if x is not None}
         config = get_peft_config(adapter) if saved.get("has_own_adapter") else None
-        more = {"bounds": bounds, "peft_config": config, "privileged": saved.get("privileged", False)}
-        return CriticSource(find_critic(base, **of_base).model, folder, saved.get("layers"), **more)
+        model, privileged = find_critic(base, **of_base).model, saved.get("privileged", False)
+        return CriticSource(model, folder, saved.get("layers"), bounds, config, privileged)
     if adapter_config(critic, **options) is not None:
         raise ValueError(f"critic={critic!r} is an adapter; merge it into its base, save that, and give its folder")
     try:
@@ -311,26 +279,21 @@ def find_saved_critic(name: str, **options: Any) -> Path | None:
     return Path(config).parent
 
 
-def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftConfig) -> Critic:
+def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftConfig | None) -> Critic:
     """Build the critic with new weights; the adapter of an "adapter" critic is on the base already.
 
     On another model, for instance the reward model, the value head starts from the score head. Values in a range start
     in its middle: a score is no output of their head.
 
     Args:
-        peft_config: the critic's, if its adapter is on the base; otherwise the actor's.
+        peft_config: from `critic_config`.
     Raises:
         ValueError: the model's layers are spread over devices, or another model's embeddings were resized.
     """
-    own = isinstance(source.model, PreTrainedModel)
-    has_own = source.peft_config is not None
-    more: dict[str, Any] = {"bounds": source.bounds, "privileged": source.privileged, "has_own_adapter": has_own}
-    model = cast(PreTrainedModel, source.model) if own else base
+    model = base if isinstance(source.model, str) else source.model
     check_placement("critic", model)
-    if not own:
-        config = peft_config if source.model == "adapter" else None
-        width = width_of(base.get_output_embeddings(), base)
-        return Critic(cast(str, source.model), width, config, layers=source.layers, **more).to(base.device)
+    if model is base:
+        return Critic(source, width_of(base.get_output_embeddings(), base), peft_config).to(base.device)
     head = getattr(model, "score", None)
     model.config.return_dict = True  # outputs are read by name
     if is_resized(model, None):
@@ -339,12 +302,11 @@ def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftC
             "save it with save_pretrained, and give that folder"
         )
     copied = shared_copy(model).requires_grad_(False)
-    config = critic_config(source.peft_config or peft_config, model, None)
     with only_adaptable(copied, None):
-        trunk = get_peft_model(copied, config, adapter_name=CRITIC)
+        trunk = get_peft_model(copied, cast(PeftConfig, peft_config), adapter_name=CRITIC)
     trunk.set_requires_grad(CRITIC)
     trunk.base_model.model = trunk_of(copied)
-    built = Critic("model", width_of(head, model), config, trunk, model.config.name_or_path, **more)
+    built = Critic(source, width_of(head, model), peft_config, trunk)
     built.value_head.to(base.device)
     if isinstance(head, nn.Linear) and head.out_features == 1 and source.bounds is None:
         with torch.no_grad():
@@ -357,18 +319,16 @@ def width_of(head: nn.Module | None, model: PreTrainedModel) -> int:
     return getattr(head, "in_features", model.config.get_text_config().hidden_size)
 
 
-def critic_config(peft_config: PeftConfig, model: PreTrainedModel, top: int | None) -> PeftConfig:
-    """Return the configuration of a critic's adapter.
-
-    Args:
-        peft_config: the critic's own, or the actor's.
-        top: how many layers to adapt, the top ones and nothing else; None: all that the actor's adapts.
-    """
-    config: Any = fit_to_model(peft_config, model)
+def critic_config(source: CriticSource, peft_config: PeftConfig, base: PreTrainedModel) -> PeftConfig | None:
+    """Return the configuration of a critic's adapter, by default as the actor's; None without an adapter."""
+    if source.is_shared:
+        return None
+    model = base if isinstance(source.model, str) else source.model
+    config: Any = fit_to_model(source.peft_config or peft_config, model)
     config.task_type = config.base_model_name_or_path = None
     # Trained all the same: some methods of PEFT allow one adapter that says so.
     config.inference_mode, config.ensure_weight_tying = True, False
-    if top is not None:
+    if source.layers is not None:
         config.trainable_token_indices = None
     return config
 
@@ -385,10 +345,10 @@ def only_adaptable(model: PreTrainedModel, top: int | None) -> Iterator[None]:
     trunk = trunk_of(model)
     heads = {name: x for name, x in model.named_children() if trunk is not model and trunk not in x.modules()}
     layers = nn.ModuleList() if top is None else find_layers(trunk)
-    below = dict.fromkeys(range(len(layers) - (top or 0)), nn.Identity())
+    below = replace_lowest(layers, len(layers) - (top or 0), nn.Identity())
     try:
         # Without an output head there are no weights to tie.
-        with attributes(model, _tied_weights_keys=None, **dict.fromkeys(heads)), replace_layers(layers, below):
+        with attributes(model, _tied_weights_keys=None, **dict.fromkeys(heads)), below:
             yield
     except NoMatchingPeftModuleError as error:
         if top is None:

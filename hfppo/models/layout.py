@@ -1,9 +1,8 @@
 """Lay out rows of prompt and completion for a forward pass, with little padding and common beginnings only once."""
 
-import inspect
 from collections.abc import MutableMapping
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,9 +20,8 @@ SHARING_ATTENTION = SDPA
 # A tree costs a gather in every layer, so it must save enough.
 SHORTEST = 16  # tokens of a shared prefix, at least
 WORTHWHILE = 0.25  # share of all tokens that are shared, at least
-# Results by model: two of one class may differ, for their configurations choose positions and layers.
-_packs: MutableMapping[nn.Module, dict[str, bool]] = WeakKeyDictionary()  # `can_pack`, by attention implementation
-_shares: MutableMapping[nn.Module, bool] = WeakKeyDictionary()  # `can_share`
+# Results of `try_layout` by trunk, as configurations choose positions and layers; by attention, and whether packed.
+_tried: MutableMapping[nn.Module, dict[tuple[str, bool], bool]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -68,12 +66,11 @@ class Rows:
 class Layout:
     """The inputs of a trunk, and the positions of the completions' states in its output."""
 
-    # (B, L) token ids; or packed (1, N) token ids and position ids, and as a tree a (1, 1, 1, 1) mask
-    inputs: dict[str, Tensor]
+    # (B, L) token ids; or packed (1, N) token ids and position ids, and as a tree a (1, 1, 1, 1) mask. With them are
+    # keywords of attention, such as flash attention's: where packed rows begin and end, which each layer would search.
+    inputs: dict[str, Any]
     states: Tensor  # (B, T + 1) int64: index of s_t in the flattened output; the last state's index is repeated
     tokens: Tensor  # (B, P + T) int64: index of each token in the flattened output; −1 where it is not read
-    # Keywords of attention, such as flash attention's: where packed rows begin and end, which each layer would search.
-    keywords: dict[str, Tensor | int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rows: "Rows", packed: bool) -> "Layout":
@@ -88,20 +85,20 @@ class Layout:
         """
         if packed:
             starts = rows.lengths.cumsum(dim=0) - rows.lengths
-            inputs = {"input_ids": rows.ids[rows.read][None], "position_ids": rows.columns[rows.read][None]}
-            keywords = bounds_of(rows.lengths)
+            packed_ids = {"input_ids": rows.ids[rows.read][None], "position_ids": rows.columns[rows.read][None]}
+            inputs = packed_ids | bounds_of(rows.lengths)
         else:
             ids = rows.without_gap()
             starts = torch.arange(len(ids), device=ids.device) * ids.shape[1]
-            inputs, keywords = {"input_ids": ids}, {}
+            inputs = {"input_ids": ids}
         tokens = (rows.columns + starts[:, None]).where(rows.read, -1)
-        return cls(inputs, rows.states + starts[:, None], tokens, keywords)
+        return cls(inputs, rows.states + starts[:, None], tokens)
 
     @classmethod
     def as_tree(cls, rows: "Rows", order: Tensor, shared: Tensor, start: int) -> "Layout":
         """Lay out, one after another, the tokens that no row before has at the same place after the same tokens.
 
-        A token's position id is its place in its row. Keywords tell attention which tokens a row reads.
+        A token's position id is its place in its row. `tree_attention`'s keywords say which tokens a row reads.
 
         Args:
             order, shared: from `find_beginnings`.
@@ -114,14 +111,14 @@ class Layout:
         owner = (row[:, None] * new).cummax(dim=0).values  # the row whose token at this column is laid out
         place = (added.cumsum(dim=0) - lengths)[owner] + column  # row i begins its own tokens after those before it
         at = (new & (column < lengths[:, None])).nonzero(as_tuple=True)
-        inputs = {"input_ids": ids[at][None], "position_ids": at[1][None]}
-        # transformers hands a mask of four dimensions on, and would build one from the positions otherwise.
-        inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
-
         width, whole = len(column), shared < start
         first = (~whole).byte().argsort(stable=True)  # whole rows come first
         ends = (width - start * ~whole)[first].cumsum(dim=0)
-        keywords: dict[str, Tensor | int] = {
+        inputs = {
+            "input_ids": ids[at][None],
+            "position_ids": at[1][None],
+            # transformers hands a mask of four dimensions on, and would build one from the positions otherwise.
+            "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device),
             "row_tokens": place.where(column < lengths[:, None], 0)[first],
             "row_outputs": (ends - width)[first.argsort()][at[0]] + at[1],
             "whole_rows": int(whole.sum()),
@@ -129,13 +126,12 @@ class Layout:
         }
         place = place[order.argsort()]
         tokens = place.gather(1, rows.columns.clamp(0, width - 1)).where(rows.read, -1)
-        return cls(inputs, place.gather(1, rows.states), tokens, keywords)
+        return cls(inputs, place.gather(1, rows.states), tokens)
 
     def to(self, device: torch.device) -> "Layout":
         """Return a copy on the device."""
-        inputs = {name: copy_to(x, device) for name, x in self.inputs.items()}
-        keywords = {name: copy_to(x, device) if isinstance(x, Tensor) else x for name, x in self.keywords.items()}
-        return Layout(inputs, copy_to(self.states, device), copy_to(self.tokens, device), keywords)
+        inputs = {name: copy_to(x, device) if isinstance(x, Tensor) else x for name, x in self.inputs.items()}
+        return Layout(inputs, copy_to(self.states, device), copy_to(self.tokens, device))
 
     def take(self, hidden: Tensor, attention_mask: Tensor) -> Tensor:
         """Return the (N, H) states of all real tokens, row after row, from (…, H) states of all positions.
@@ -193,18 +189,12 @@ def lay_out(
     packed = can_pack(model)
     ids, attended = torch.stack([input_ids, attention_mask.to(input_ids.dtype)]).cpu()  # the device waits only here
     rows = Rows.of(ids, attended, width, final)
-    return find_layout(model, rows, packed).to(input_ids.device)
-
-
-def find_layout(model: PreTrainedModel | PeftModel, rows: Rows, packed: bool) -> Layout:
-    """Return a tree if rows have common beginnings, otherwise another layout."""
-    apart = Layout.of(rows, packed)
-    if packed or len(rows.ids) == 1 or not can_share(model):
-        return apart
-    order, shared = find_beginnings(rows)
-    if not shared.any():
-        return apart
-    return Layout.as_tree(rows, order, shared, first_column(shared, int(rows.lengths.max())))
+    layout = Layout.of(rows, packed)
+    if not packed and len(rows.ids) > 1 and can_share(model):
+        order, shared = find_beginnings(rows)
+        if shared.any():
+            layout = Layout.as_tree(rows, order, shared, first_column(shared, int(rows.lengths.max())))
+    return layout.to(input_ids.device)
 
 
 def first_column(shared: Tensor, width: int) -> int:
@@ -221,55 +211,45 @@ def first_column(shared: Tensor, width: int) -> int:
     return min((*starts, width + 1), key=pairs)
 
 
-def fits(layout: Layout, model: PreTrainedModel | PeftModel) -> bool:
-    """Return whether a layout that was made for another model suits this one as well."""
-    packed, masked = ("position_ids" in layout.inputs, "attention_mask" in layout.inputs)
-    return can_share(model) if masked else can_pack(model) == packed
-
-
-@torch.no_grad()
 def can_pack(model: PreTrainedModel | PeftModel) -> bool:
     """Return whether a model's attention separates packed rows, which a trial with two rows confirms."""
-    model = cast(PreTrainedModel, model.get_base_model()) if isinstance(model, PeftModel) else model
-    implementation = str(getattr(model.config, "_attn_implementation", ""))
-    if PACKING_ATTENTION not in implementation:
-        return False
-    known = _packs.setdefault(model, {})
-    if implementation not in known:
-        ids = torch.arange(6, device=model.device).view(2, 3) % model.config.get_text_config().vocab_size
-        rows = Rows.of(ids, torch.ones_like(ids), width=2, final=True)
-        padded, packed = (Layout.of(rows, packed) for packed in (False, True))
-        apart, together = (hidden_states(trunk_of(model), layout).float() for layout in (padded, packed))
-        known[implementation] = torch.allclose(apart, together, rtol=0.05, atol=0.05 * float(apart.abs().max()))
-    return known[implementation]
+    return PACKING_ATTENTION in attention_of(model) and try_layout(model, packed=True)
 
 
-@torch.no_grad()
 def can_share(model: PreTrainedModel | PeftModel) -> bool:
     """Return whether a model's attention is computed by rows of a tree, which a trial with two rows confirms.
 
     Layers that look back a limited number of positions would need another mask.
     """
-    model = cast(PreTrainedModel, model.get_base_model()) if isinstance(model, PeftModel) else model
-    config, trunk = model.config.get_text_config(), trunk_of(model)
+    config = model.config.get_text_config()
     kinds = {"full_attention", *(getattr(config, "layer_types", None) or ())}
-    if len(kinds) > 1 or getattr(config, "sliding_window", None) is not None:
-        return False
-    implementation = str(getattr(model.config, "_attn_implementation", ""))
-    if implementation != SHARING_ATTENTION:
-        return False
-    if model not in _shares:
-        ids = torch.tensor([[0, 1, 2, 3], [0, 1, 4, 5]], device=model.device) % config.vocab_size
-        order, shared = torch.tensor([[0, 1], [0, 2]], device=model.device)
+    is_limited = len(kinds) > 1 or getattr(config, "sliding_window", None) is not None
+    return attention_of(model) == SHARING_ATTENTION and not is_limited and try_layout(model, packed=False)
+
+
+def attention_of(model: PreTrainedModel | PeftModel) -> str:
+    """Return the name of a model's attention implementation."""
+    return str(getattr(model.config, "_attn_implementation", ""))
+
+
+@torch.no_grad()
+def try_layout(model: PreTrainedModel | PeftModel, packed: bool) -> bool:
+    """Return whether two rows have the states that they have apart when they are packed, or else as a tree."""
+    trunk = trunk_of(model)
+    known, kind = _tried.setdefault(trunk, {}), (attention_of(model), packed)
+    if kind not in known:
+        size = model.config.get_text_config().vocab_size
+        ids = torch.tensor([[0, 1, 2, 3], [0, 1, 4, 5]], device=model.device) % size
         rows = Rows.of(ids, torch.ones_like(ids), width=2, final=True)
+        order, shared = torch.tensor([[0, 1], [0, 2]], device=model.device)
         try:
-            layouts = Layout.of(rows, packed=False), Layout.as_tree(rows, order, shared, start=2)
-            apart, shared = (hidden_states(trunk, layout).float()[layout.states] for layout in layouts)
+            tried = Layout.of(rows, packed) if packed else Layout.as_tree(rows, order, shared, start=2)
+            apart, found = (hidden_states(trunk, x).float()[x.states] for x in (Layout.of(rows, packed=False), tried))
             # Measured by how much two completions differ: states may be large in places where all are alike.
-            _shares[model] = bool((shared - apart).norm() < 0.1 * (apart[0] - apart[1]).norm())
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # it reads the mask
-            _shares[model] = False
-    return _shares[model]
+            known[kind] = bool((found - apart).norm() < 0.1 * (apart[0] - apart[1]).norm())
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # it reads the mask, or no keywords
+            known[kind] = False
+    return known[kind]
 
 
 def rows_at_once(most: int, width: int, device: torch.device) -> int:
@@ -303,8 +283,7 @@ def hidden_states(trunk: nn.Module, layout: Layout) -> Tensor:
 
 def run_trunk(trunk: nn.Module, layout: Layout) -> Any:
     """Return a trunk's outputs for a layout."""
-    keywords = layout.keywords if takes_keywords(trunk) else {}
-    return trunk(**layout.inputs, **keywords, use_cache=False)
+    return trunk(**layout.inputs, use_cache=False)
 
 
 def bounds_of(lengths: Tensor) -> dict[str, Tensor | int]:
@@ -312,10 +291,3 @@ def bounds_of(lengths: Tensor) -> dict[str, Tensor | int]:
     ends = nn.functional.pad(lengths.cumsum(dim=0), (1, 0)).to(torch.int32)
     longest = int(lengths.max())
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
-
-
-def takes_keywords(trunk: nn.Module) -> bool:
-    """Return whether a trunk passes unknown keywords to its attention."""
-    inner = trunk.get_base_model() if isinstance(trunk, PeftModel) else trunk
-    parameters = inspect.signature(inner.forward).parameters.values()
-    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)

@@ -1,12 +1,14 @@
 """The decoder layers below the critic's adapted layers: they equal the base's, so a rollout computes them once."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from hfppo.models.modes import attributes
 
 _tuples: dict[type, bool] = {}  # whether decoder layers return tuples, by their class
 
@@ -27,17 +29,9 @@ def find_layers(trunk: nn.Module) -> nn.ModuleList:
     )
 
 
-@contextmanager
-def replace_layers(layers: nn.ModuleList, others: Mapping[int, nn.Module]) -> Iterator[None]:
-    """Put other modules into a list of layers for the block."""
-    before = {i: layers[i] for i in others}
-    try:
-        for i, module in others.items():
-            layers[i] = module
-        yield
-    finally:
-        for i, module in before.items():
-            layers[i] = module
+def replace_lowest(layers: nn.ModuleList, count: int, other: nn.Module) -> AbstractContextManager[None]:
+    """Put another module in the place of the first layers for the block."""
+    return attributes(layers, **{str(number): other for number in range(count)})
 
 
 @dataclass
@@ -76,13 +70,11 @@ def record_states(trunk: nn.Module, top: int) -> Iterator[Recording]:
         hook.remove()
 
 
-@contextmanager
-def start_from(trunk: nn.Module, top: int, states: Tensor) -> Iterator[None]:
+def start_from(trunk: nn.Module, top: int, states: Tensor) -> AbstractContextManager[None]:
     """Let a trunk's forward in the block run its top layers only, from (B, L, H) hidden states below them.
 
     The trunk computes embeddings, masks and positions as always, and each layer keeps its number.
     """
     layers = find_layers(trunk)
     given = GivenStates(states, _tuples.get(type(layers[-top - 1]), False))
-    with replace_layers(layers, dict.fromkeys(range(len(layers) - top), given)):
-        yield
+    return replace_lowest(layers, len(layers) - top, given)

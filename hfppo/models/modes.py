@@ -28,15 +28,19 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def attributes(owner: Any, **values: Any) -> Iterator[None]:
-    """Replace attributes of an object for the block."""
+    """Replace attributes of an object for the block; those of its class are its class's again afterwards."""
     before = {name: getattr(owner, name) for name in values}
+    inherited = {name for name in values if hasattr(type(owner), name) and name not in vars(owner)}
     try:
         for name, value in values.items():
             setattr(owner, name, value)
         yield
     finally:
         for name, value in before.items():
-            setattr(owner, name, value)
+            if name in inherited:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
 
 
 def is_sharded(module: nn.Module) -> bool:

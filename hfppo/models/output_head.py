@@ -1,7 +1,7 @@
 """Log-probs and entropies from hidden states, without keeping logits."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 import torch
@@ -43,22 +43,15 @@ def float32_logits(model: PreTrainedModel) -> Iterator[None]:
     A mixture of experts computes no load-balancing loss: with a KV cache, the mask and the router's tokens differ.
     """
     head, config = model.get_output_embeddings(), model.config.get_text_config()
-    routed = getattr(config, "output_router_logits", False)
-    before = vars(head).get("forward")  # accelerate's hooks set it
     forward = head.forward
 
     def in_float32(hidden: Tensor) -> Tensor:
         logits = outputs_in_float32(head, hidden)
         return forward(hidden) if logits is None else logits
 
-    head.forward = in_float32
-    try:
-        with attributes(config, output_router_logits=False) if routed else nullcontext():
-            yield
-    finally:
-        del head.forward
-        if before is not None:
-            head.forward = before
+    unrouted = {"output_router_logits": False} if hasattr(config, "output_router_logits") else {}
+    with attributes(head, forward=in_float32), attributes(config, **unrouted):
+        yield
 
 
 def outputs_in_float32(head: nn.Module, hidden: Tensor) -> Tensor | None:

@@ -1,7 +1,12 @@
-"""Warn of a run that goes wrong: per problem a function, with its limit, and a section of docs/troubleshooting.md."""
+"""Warn of a run that goes wrong.
+
+Each problem has a function with its limit, and a section of docs/troubleshooting.md. The function's docstring is the
+text of the warning; `{field}` in it is a field of the configuration, which is shown with its value.
+"""
 
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import signature
 from itertools import chain
@@ -32,11 +37,6 @@ class RecentLogs:
     dtype: torch.dtype = torch.float32  # the policy's dtype in its passes
     num_parameters: int = 0  # of the base
 
-    @property
-    def improved(self) -> bool:
-        """Whether the reward has risen by more than noise."""
-        return self.now["reward"] - self.first["reward"] > IMPROVEMENT * self.first["reward_std"]
-
     def above(self, metric: str, limit: float) -> str | None:
         """Return a statement if a metric is above a limit or NaN, else None."""
         value = self.now[metric]
@@ -47,153 +47,153 @@ class RecentLogs:
         value = self.now[metric]
         return None if value > limit else f"{metric} is {value:.3g}, at or below {limit:.3g}"
 
-    def explain(self, fact: str | None, meaning: str, causes: str, change: str) -> str | None:
-        """Format a warning, adding the current value to each `{field}` in `change`; None if `fact` is None."""
-        if fact is None:
-            return None
-        change = re.sub(r"{(\w+)}", lambda name: f"{name[1]} (now {getattr(self.args, name[1])})", change)
-        return f"{fact}: {meaning}. Likely causes, in order: {causes}. To change: {change}"
+    def unless_improved(self, fact: str | None) -> str | None:
+        """Return a statement unless the reward has risen by more than noise."""
+        gain = self.now["reward"] - self.first["reward"]
+        return None if gain > IMPROVEMENT * self.first["reward_std"] else fact
 
 
 def learning_rate(run: RecentLogs, limit: float = 5e-5) -> str | None:
-    return run.explain(
-        run.above("learning_rate", limit) if run.num_parameters > LARGE else None,
-        "published LoRA runs on a base of more than 1B parameters use 1e-5 to 5e-5; a higher rate may ruin the policy",
-        "the default, which was measured on 135M parameters",
-        "lower {learning_rate}; set {critic_learning_rate} if the critic, whose default is the same, learns slowly",
-    )
+    """Published LoRA runs on a base of more than 1B parameters use 1e-5 to 5e-5; a higher rate may ruin the policy.
+
+    Likely cause: the default, which was measured on 135M parameters. To change: lower {learning_rate}; set
+    {critic_learning_rate} if the critic, whose default is the same, learns slowly.
+    """
+    return run.above("learning_rate", limit) if run.num_parameters > LARGE else None
 
 
 def clip_fraction(run: RecentLogs, limit: float = 0.3) -> str | None:
-    return run.explain(
-        run.above("policy/clip_frac", limit),
-        "many tokens are clipped and teach nothing",
-        "steps that are too large; too many steps on one rollout",
-        "lower {learning_rate}, or {num_ppo_epochs}",
-    )
+    """Many tokens are clipped and teach nothing.
+
+    Likely causes, in order: steps that are too large; too many steps on one rollout. To change: lower {learning_rate},
+    or {num_ppo_epochs}.
+    """
+    return run.above("policy/clip_frac", limit)
 
 
 def first_ratio(run: RecentLogs, limit: float = 0.05) -> str | None:
-    """The limit is bfloat16's; in other dtypes it is a fifth.
+    """Before a rollout's first update the ratio must be 1, but its pass and the update's pass disagree.
 
-    Logits of SmolLM2 rounded to bfloat16 move its log-probs by 0.023 nats in the mean and by up to 0.16, so two passes
-    that round apart differ by √2 · 0.023 = 0.033 in the mean. Eight times finer, float16 and TF32 give 0.004.
+    Likely causes, in order: noise in the model, such as dropout in a module of its own; half precision; a sampler with
+    other numerics. To change: take the noise out; load the base in float32 by {model_init_kwargs}; {policy_mode} must
+    not be 'bypass'.
     """
-    fact = run.above("policy/first_ratio_deviation_mean", limit if run.dtype == torch.bfloat16 else limit / 5)
-    is_older = run.args.policy_mode == "bypass" and run.args.rollouts_ahead  # the sampler's policy
-    return run.explain(
-        None if is_older else fact,
-        "before a rollout's first update the ratio must be 1, but its pass and the update's pass disagree",
-        "noise in the model, such as dropout in a module of its own; half precision; a sampler with other numerics",
-        "take the noise out; load the base in float32 by {model_init_kwargs}; {policy_mode} must not be 'bypass'",
-    )
+    if run.args.policy_mode == "bypass" and run.args.rollouts_ahead:  # the sampler's policy is an older one
+        return None
+    # The limit is bfloat16's. Logits of SmolLM2 rounded to bfloat16 move its log-probs by 0.023 nats in the mean and
+    # by up to 0.16, so two passes that round apart differ by √2 · 0.023 = 0.033 in the mean. Eight times finer,
+    # float16 and TF32 give 0.004.
+    return run.above("policy/first_ratio_deviation_mean", limit if run.dtype == torch.bfloat16 else limit / 5)
 
 
 def sampler_mismatch(run: RecentLogs, limit: float = 0.1) -> str | None:
-    return run.explain(
-        run.above("mismatch/mean", limit),
-        "sampler and training model give the same tokens different log-probs",
-        "with vLLM another dtype or quantization, or an old adapter on the server; without it noise in the model, or "
-        "an architecture that computes otherwise with a cache; with rollouts_ahead updates that move the policy far",
-        "give vLLM the base's dtype; take the noise out; set {policy_mode} to 'token_truncate'; with rollouts_ahead "
-        "lower {learning_rate}",
-    )
+    """Sampler and training model give the same tokens different log-probs.
+
+    Likely causes, in order: with vLLM another dtype or quantization, or an old adapter on the server; without it noise
+    in the model, or an architecture that computes otherwise with a cache; with rollouts_ahead updates that move the
+    policy far. To change: give vLLM the base's dtype; take the noise out; set {policy_mode} to 'token_truncate'; with
+    rollouts_ahead lower {learning_rate}.
+    """
+    return run.above("mismatch/mean", limit)
 
 
 def kl_to_the_reference(run: RecentLogs, limit: float = 0.3) -> str | None:
-    return run.explain(
-        run.above("kl", limit),
-        "the policy is far from its reference, where the reward may mean something else",
-        "a KL penalty that is small compared with the scores; a high learning rate; a reward that can be gamed",
-        "raise {kl_coef}, lower {learning_rate}, or use AdaptiveKLCallback with a shorter horizon",
-    )
+    """The policy is far from its reference, where the reward may mean something else.
+
+    Likely causes, in order: a KL penalty that is small compared with the scores; a high learning rate; a reward that
+    can be gamed. To change: raise {kl_coef}, lower {learning_rate}, or use AdaptiveKLCallback with a shorter horizon.
+    """
+    return run.above("kl", limit)
 
 
 def entropy_collapse(run: RecentLogs, limit: float = 0.1) -> str | None:
-    """The limit is a share of the first entropy."""
-    fact = run.below("policy/entropy", limit * run.first["policy/entropy"])
-    return run.explain(
-        None if run.improved else fact,
-        "the policy has stopped exploring, and the reward is no better than at the start",
-        "steps that are too large; advantages that are noise; a reward that wants one answer to everything",
-        "lower {learning_rate}; raise {entropy_coef}, {kl_coef} or {cliprange_high}",
-    )
+    """The policy has stopped exploring, and the reward is no better than at the start.
+
+    Likely causes, in order: steps that are too large; advantages that are noise; a reward that wants one answer to
+    everything. To change: lower {learning_rate}; raise {entropy_coef}, {kl_coef} or {cliprange_high}.
+    """
+    return run.unless_improved(run.below("policy/entropy", limit * run.first["policy/entropy"]))
 
 
 def truncation(run: RecentLogs, limit: float = 0.5) -> str | None:
-    of_turns = {"turns/cut_frac": "max_turn_length", "turns/unfinished_frac": "max_tool_calling_iterations"}
-    others = [name for metric, name in of_turns.items() if run.now.get(metric) and getattr(run.args, name)]
-    limits = " or ".join("{" + name + "}" for name in ("max_completion_length", *others))
-    return run.explain(
-        run.above("completions/truncated_frac", limit),
-        "a limit ends most completions, so unfinished text is scored",
-        "an EOS that the policy never samples; a limit below the length of answers; a reward that grows with length",
-        "raise " + limits + "; set {missing_eos_penalty} or {mask_truncated_completions}; check the EOS",
-    )
+    """A limit ends most completions, so unfinished text is scored.
+
+    Likely causes, in order: an EOS that the policy never samples; a limit below the length of answers; a reward that
+    grows with length. To change: raise {max_completion_length}, or with tools {max_turn_length} or
+    {max_tool_calling_iterations}; set {missing_eos_penalty} or {mask_truncated_completions}; check the EOS.
+    """
+    return run.above("completions/truncated_frac", limit)
 
 
 def dropped_answers(run: RecentLogs, limit: float = 0.5) -> str | None:
-    return run.explain(
-        run.above("turns/dropped_result_frac", limit),
-        "most episodes end at an answer that has no room, which the model never reads",
-        "answers of tools or the environment that are long compared with the limit; too many turns for it",
-        "shorten the answers; raise {max_completion_length}; lower {max_turn_length}, {max_tool_calling_iterations}",
-    )
+    """Most episodes end at an answer that has no room, which the model never reads.
+
+    Likely causes, in order: answers of tools or the environment that are long compared with the limit; too many turns
+    for it. To change: shorten the answers; raise {max_completion_length}; lower {max_turn_length},
+    {max_tool_calling_iterations}.
+    """
+    return run.above("turns/dropped_result_frac", limit)
 
 
 def no_signal(run: RecentLogs, limit: float = 1e-3) -> str | None:
-    """The limit is for the standard deviation of the scores, as a share of their mean's size."""
-    fact = run.below("reward_std", limit * abs(run.now["reward"]))
-    return run.explain(
-        None if run.improved else fact,
-        "all completions score alike, so there is nothing to learn from",
-        "a reward function that always gives the same; prompts that are all too hard or too easy; a collapsed policy",
-        "check the reward function on a few completions; take other prompts; raise {temperature}, {num_mini_batches}",
-    )
+    """All completions score alike, so there is nothing to learn from.
+
+    Likely causes, in order: a reward function that always gives the same; prompts that are all too hard or too easy; a
+    collapsed policy. To change: check the reward function on a few completions; take other prompts; raise
+    {temperature}, {num_mini_batches}.
+    """
+    return run.unless_improved(run.below("reward_std", limit * abs(run.now["reward"])))
 
 
 def no_signal_within_prompts(run: RecentLogs, limit: float = 0.95) -> str | None:
-    """The limit is a share of the prompts, for estimators that compare the completions of a prompt."""
-    fact = run.above("frac_reward_zero_std", limit)
-    return run.explain(
-        fact if estimator_needs(run.args.advantage_estimator, "groups") and not run.improved else None,
-        "the completions of nearly every prompt score alike, and this estimator compares nothing else",
-        "too few completions per prompt; prompts that are too hard or too easy; a collapsed policy",
-        "raise {num_generations} or {temperature}; take other prompts; set {advantage_estimator} to 'gae'",
-    )
+    """The completions of nearly every prompt score alike, and this estimator compares nothing else.
+
+    Likely causes, in order: too few completions per prompt; prompts that are too hard or too easy; a collapsed policy.
+    To change: raise {num_generations} or {temperature}; take other prompts; set {advantage_estimator} to 'gae'.
+    """
+    compares = estimator_needs(run.args.advantage_estimator, "groups")
+    return run.unless_improved(run.above("frac_reward_zero_std", limit)) if compares else None
 
 
 def unscorable(run: RecentLogs, limit: float = 0.5) -> str | None:
-    return run.explain(
-        run.above("unscorable_frac", limit),
-        "the reward functions return None for most completions, which are left out of training",
-        "a parser that does not know the model's format; completions that are cut before their answer",
-        "return a low score for a wrong answer, not None; raise {max_completion_length}; check the prompt",
-    )
+    """The reward functions return None for most completions, which are left out of training.
+
+    Likely causes, in order: a parser that does not know the model's format; completions that are cut before their
+    answer. To change: return a low score for a wrong answer, not None; raise {max_completion_length}; check the
+    prompt.
+    """
+    return run.above("unscorable_frac", limit)
 
 
 def explained_variance(run: RecentLogs, limit: float = -0.2) -> str | None:
-    return run.explain(
-        run.below("value/explained_variance", limit),
-        "the critic is worse than a constant, so it adds noise to the advantages",
-        "a learning rate of the critic that is too high; rollouts so small that the critic memorizes them",
-        "lower {critic_learning_rate}, None being the actor's, or {num_ppo_epochs}; raise {num_mini_batches}",
-    )
+    """The critic is worse than a constant, so it adds noise to the advantages.
+
+    Likely causes, in order: a learning rate of the critic that is too high; rollouts so small that the critic
+    memorizes them. To change: lower {critic_learning_rate}, None being the actor's, or {num_ppo_epochs}; raise
+    {num_mini_batches}.
+    """
+    return run.below("value/explained_variance", limit)
 
 
 def outside_range(run: RecentLogs, limit: float = 0.0) -> str | None:
-    return run.explain(
-        run.above("value/outside_frac", limit),
-        "the critic cannot reach some returns, and their advantages are biased",
-        "scores or penalties outside the range; a range of the score where several rewards add up",
-        "widen {value_range} to the least and the largest sum of all rewards that follow",
-    )
+    """The critic cannot reach some returns, and their advantages are biased.
+
+    Likely causes, in order: scores or penalties outside the range; a range of the score where several rewards add up.
+    To change: widen {value_range} to the least and the largest sum of all rewards that follow.
+    """
+    return run.above("value/outside_frac", limit)
 
 
 # Consecutive rollouts with a problem before its warning. A critic starts as a constant, so it gets ten.
 AT_ONCE = (learning_rate, clip_fraction, first_ratio, sampler_mismatch, unscorable, dropped_answers, outside_range)
 LASTING = (kl_to_the_reference, entropy_collapse, truncation, no_signal, no_signal_within_prompts)
 CHECKS = {**dict.fromkeys(AT_ONCE, 1), **dict.fromkeys(LASTING, 3), explained_variance: 10}
+
+
+def describe(check: Callable[..., str | None], args: PPOConfig) -> str:
+    """Return the text of a check's warning."""
+    text = " ".join((check.__doc__ or "").split())
+    return re.sub(r"{(\w+)}", lambda name: f"{name[1]} (now {getattr(args, name[1])})", text)
 
 
 class HealthCallback(TrainerCallback):
@@ -245,7 +245,7 @@ class HealthCallback(TrainerCallback):
 
     def _judge(self, log: dict[str, float], args: PPOConfig, model: Any) -> list[str]:
         """Return the warnings that an entry of the log history brings."""
-        run = self._read(numbers_of(log), args, model)
+        run, step = self._read(numbers_of(log), args, model), log["step"]
         before = len(self.found)
         for check, patience in CHECKS.items():
             name = check.__name__
@@ -253,13 +253,12 @@ class HealthCallback(TrainerCallback):
             if name in self.found or limit is None:
                 continue
             try:
-                message = check(run, limit)
+                fact = check(run, limit)
             except KeyError:  # no log of the rollout has the metric
                 continue
-            step = log["step"]
-            if message is None:
+            if fact is None:
                 self._since.pop(name, None)
             elif step - self._since.setdefault(name, step) >= (patience - 1) * args.updates_per_rollout:
                 place = f"docs/troubleshooting.md#{name.replace('_', '-')}"
-                self.found[name] = f"since step {self._since[name]}, {message}. See {place}"
+                self.found[name] = f"since step {self._since[name]}, {fact}. {describe(check, args)} See {place}"
         return list(self.found.values())[before:]

@@ -7,8 +7,6 @@ import re
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from fnmatch import filter as match_names
-from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -36,36 +34,6 @@ MOST_TOKENS = 2500  # of a rollout's completions; the end of a longer one is lef
 WRITE_EVERY = 5.0  # seconds
 SHARE_OF_TIME = 0.01  # that writing may take
 
-# Title of a chart, in English and Chinese: patterns of the metrics in it.
-CHARTS = {
-    ("Score per completion", "每个回答的得分"): ("reward", "eval_reward", "eval_*_reward"),
-    ("Reward functions, unweighted", "各奖励函数（未加权）"): ("rewards/*/mean",),
-    ("KL to the reference, nats per token", "与参考模型的 KL（nat/token）"): ("kl", "kl_k3"),
-    ("β of the KL penalty", "KL 惩罚的 β"): ("kl_coef",),
-    ("Entropy, nats per token", "熵（nat/token）"): ("policy/entropy",),
-    ("Clipped tokens, share", "被裁剪的 token（比例）"): (
-        "policy/clip_frac",
-        "policy/clip_frac_*",
-        "clip/epoch_?/frac",
-    ),
-    ("Size of the update, nats per token", "更新的大小（nat/token）"): ("policy/approx_kl", "clip/epoch_?/approx_kl"),
-    ("Values and returns", "价值与回报"): ("value/mean", "value/return"),
-    ("Explained variance of outcomes", "对最终回报的解释方差"): ("value/explained_variance*",),
-    ("Value loss", "价值损失"): ("value/loss",),
-    ("Policy loss", "策略损失"): ("policy/loss",),
-    ("Completion length, tokens", "回答长度（token）"): ("completions/mean_length", "completions/max_length"),
-    ("Truncated or unscored, share", "被截断或无得分（比例）"): ("completions/truncated_frac", "unscorable_frac"),
-    ("Expected score of prompts", "prompt 的预期得分"): ("candidates/chosen", "candidates/passed_over"),
-    ("Scores that teach, share", "有信号的得分（比例）"): ("candidates/signal_*", "candidates/spread"),
-    ("Gradient norm", "梯度范数"): ("grad_norm", "value/grad_norm"),
-    ("Learning rate", "学习率"): ("learning_rate", "critic_learning_rate"),
-    ("Tokens per second", "每秒 token 数"): ("time/tokens_per_second",),
-    ("Seconds per rollout, by phase", "每个 rollout 各阶段用时（秒）"): (
-        *("time/rollout", "time/generation", "time/passes", "time/rewards", "time/environments"),
-        *("time/update", "time/candidates", "time/straggler"),
-    ),
-}
-
 
 class RunPageCallback(PPOCallback):
     """Keep `run.html` in the output folder: curves, warnings, settings and completions, token by token. On by default.
@@ -81,7 +49,7 @@ class RunPageCallback(PPOCallback):
 
     def __init__(self, health: HealthCallback | None = None):
         self.health = health or HealthCallback()
-        self._traces: dict[int, list[Trace]] = {}  # by the rollout's number
+        self._traces: list[Trace] = []  # in the order of the rollouts
         self._history: list[dict[str, float]] = []  # the numbers of the logs
         self._next = 0.0  # when to write again
         self._is_public = False  # pushed
@@ -89,32 +57,29 @@ class RunPageCallback(PPOCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Take the completions of the page that a resumed run has; a new run begins with none."""
-        self._traces, self._history, self._display = {}, [], None
+        self._traces, self._history, self._display = [], [], None
         file = Path(args.output_dir) / PAGE
         if not (state.is_world_process_zero and state.global_step and file.is_file()):
             return
         try:
-            found = [Trace.from_json(trace) for run in read_page(file) for trace in run["traces"]]
+            found = [Trace(**trace) for run in read_page(file) for trace in run["traces"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("%s cannot be read, so its completions are left out: %r", file, error)
             return
-        for trace in found:
-            if trace.step < state.global_step:
-                self._traces.setdefault(trace.rollout, []).append(trace)
+        self._traces = [trace for trace in found if trace.step < state.global_step]
 
     def on_rollout_end(self, args, state, control, *, rollout, ppo_state, processing_class=None, **kwargs):
         """Keep the first completions, of every rollout or of every n-th."""
         number = ppo_state.rollouts
         every = stride(number)
-        self._traces = {n: traces for n, traces in self._traces.items() if (n - 1) % every == 0}
+        self._traces = [trace for trace in self._traces if (trace.rollout - 1) % every == 0]
         if not state.is_world_process_zero or (number - 1) % every:
             return
         lengths = rollout.real.sum(dim=1).cumsum(dim=0)
         count = max(1, min(MOST_COMPLETIONS, int((lengths <= MOST_TOKENS).sum())))
-        traces = first_traces(rollout, count, processing_class, args, ppo_state, state.global_step, "rollout")
-        if len(longest := traces[0].table.rows) > MOST_TOKENS:  # then it is the only one
-            traces = [replace(traces[0], table=replace(traces[0].table, rows=longest[:MOST_TOKENS]))]
-        self._traces[number] = traces
+        for trace in first_traces(rollout, count, processing_class, args, ppo_state, state.global_step, "rollout"):
+            columns = {name: some[:MOST_TOKENS] for name, some in trace.columns.items()}
+            self._traces.append(replace(trace, columns=columns))
 
     def on_log(self, args, state, control, **kwargs):
         """Write the page, if it is time."""
@@ -137,10 +102,10 @@ class RunPageCallback(PPOCallback):
         self._history += map(numbers_of, state.log_history[len(self._history) :])
         run = run_data(
             file.absolute().parent.name,
-            () if self._is_public else chain(*self._traces.values()),
+            () if self._is_public else self._traces,
             step=state.global_step,
             max_steps=state.max_steps,
-            curves=curves(self._history),
+            curves=shorten(curves(self._history)),
             warnings=list(self.health.found.values()),
             settings=changed_settings(args),
             versions=installed_versions(),
@@ -174,42 +139,34 @@ def stride(number: int) -> int:
 def run_data(name: str, traces: Iterable[Trace], **more: Any) -> dict[str, Any]:
     """Return what the page shows of a run; without more, its traces alone."""
     empty: dict[str, Any] = {"curves": {}, "warnings": [], "settings": {}, "versions": {}}
-    return {"name": name, **empty, **more, "traces": [shorten(trace.to_json()) for trace in traces]}
+    return {"name": name, **empty, **more, "traces": [shorten(vars(trace)) for trace in traces]}
 
 
 def shorten(numbers: Any) -> Any:
     """Return plain values with five digits of each float: the page shows four decimals."""
-    if isinstance(numbers, dict):
-        return {name: shorten(x) for name, x in numbers.items()}
-    if isinstance(numbers, list):
-        return [shorten(x) for x in numbers]
-    return float(f"{numbers:.5g}") if isinstance(numbers, float) else numbers
+    return json.loads(json.dumps(numbers), parse_float=lambda digits: float(f"{float(digits):.5g}"))
 
 
 def curves(history: Iterable[Mapping[str, float]]) -> dict[str, list[tuple[float, float]]]:
-    """Return (step, value) of the metrics of the charts, as means of neighbours where there are too many logs."""
+    """Return (step, value) of each metric, as means of neighbours where there are too many logs."""
     points: dict[str, list[tuple[float, float]]] = {}
     for entry in history:
         for name in entry:
             points.setdefault(name, []).append((entry["step"], entry[name]))
-    shown = dict.fromkeys(n for patterns in CHARTS.values() for p in patterns for n in match_names(points, p))
-    return {name: thin(points[name]) for name in shown}
+    return {name: thin(some) for name, some in points.items() if name != "step"}
 
 
 def thin(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return at most `MOST_POINTS` points: the last step and the mean value of as many neighbours as needed."""
     size = -(-len(points) // MOST_POINTS)
     groups = [points[i : i + size] for i in range(0, len(points), size)]
-    return [(group[-1][0], shorten(fmean(y for _, y in group))) for group in groups]
+    return [(group[-1][0], fmean(y for _, y in group)) for group in groups]
 
 
 def render_page(runs: list[dict[str, Any]]) -> str:
     """Return the page of runs, as `RunPageCallback` writes them. Texts are data, never markup."""
-    charts = [{"en": en, "zh": zh, "patterns": patterns} for (en, zh), patterns in CHARTS.items()]
-    page = TEMPLATE.read_text(encoding="utf-8")
-    for name, data in (("charts", charts), ("runs", runs)):  # texts of runs last: they may look like a name
-        page = page.replace(f"{{{{ {name} }}}}", json.dumps(data, ensure_ascii=False).replace("<", r"\u003c"), 1)
-    return page
+    data = json.dumps(runs, ensure_ascii=False).replace("<", r"\u003c")
+    return TEMPLATE.read_text(encoding="utf-8").replace("{{ runs }}", data, 1)
 
 
 def write_page(file: Path, page: str) -> None:

@@ -1,7 +1,8 @@
 """The token table: the numbers of actor, reference, reward and critic for each token of one completion."""
 
-from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Self
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -16,58 +17,47 @@ from hfppo.reporting.token_texts import token_texts
 from hfppo.rollout import Rollout
 from hfppo.support.printable import escape_control_characters
 
-
-def column(heading: str) -> Any:
-    """Make a field of `TokenRow` that is a column of the table, with its heading."""
-    return field(default=None, metadata={"heading": heading})
-
-
-@dataclass(frozen=True)
-class TokenRow:
-    """One completion token. Log-probs and KL are in nats; None where the run does not have the number, or not yet.
-
-    The tokens of tools and environments have no number at all.
-    """
-
-    token: str
-    logprob: float | None = column("log π_old")
-    ref_logprob: float | None = column("log π_ref")
-    kl: float | None = column("KL")
-    reward: float | None = column("reward")
-    value: float | None = column("value")
-    td_error: float | None = column("δ")  # δ = reward + γ·V(s_{t+1}) − value
-    return_: float | None = column("return")
-    advantage: float | None = column("advantage")
-    turn: int | None = None  # the model's turn, from 1, in a completion of several turns
-    conversation: int | None = None  # of an agent's episode, from 0; the first one follows the prompt
-    counted: bool = True  # False: the losses leave this token out
-    new_logprob: float | None = column("log π_new")  # after the last update on the rollout
-    ratio: float | None = column("ratio")  # π_new/π_old
-    clipped: bool | None = column("clipped")  # whether the token is then clipped, so that its gradient is 0
+# Names and headings of the numbers. Log-probs and KL are in nats, δ = reward + γ·V(s_{t+1}) − value.
+HEADINGS = {
+    "logprob": "log π_old",
+    "ref_logprob": "log π_ref",
+    "kl": "KL",
+    "reward": "reward",
+    "value": "value",
+    "td_error": "δ",
+    "return_": "return",
+    "advantage": "advantage",
+    "new_logprob": "log π_new",  # after the last update on the rollout
+    "ratio": "ratio",  # π_new/π_old
+    "clipped": "clipped",  # whether the token is then clipped, so that its gradient is 0
+}
 
 
-COLUMNS = {f.name: f.metadata["heading"] for f in fields(TokenRow) if f.metadata}
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TokenTable(JupyterMixin):
     """One completion of a rollout as a table: `rich.print` prints it, and a notebook shows it.
 
     An empty line separates the model's turns. The numbers of a rollout fit in 80 characters; with the numbers after
     the update, the table needs about 100.
+
+    `columns` has a list by tokens for each name: "token", the text; those of `HEADINGS`, None where the run does not
+    have the number, or not yet, and for the tokens of tools and environments; "counted", whether the losses count the
+    token; in a completion of several turns "turn", the model's turn from 1; and in an agent's episode "conversation",
+    from 0, the first one after the prompt.
     """
 
     prompt: str
     score: float | None  # None: unknown
-    rows: list[TokenRow]
+    columns: dict[str, list]
 
     @classmethod
     def from_rollout(
         cls, rollout: Rollout, index: int, tokenizer: PreTrainedTokenizerBase, kl_estimator: str = "k1"
     ) -> Self:
         """Return the table of the completion at `index`; `kl_estimator` is the run's."""
-        old, ref = rollout.old_logprobs, rollout.ref_logprobs
-        tensors = {
+        real, old, ref = rollout.real[index], rollout.old_logprobs, rollout.ref_logprobs
+        sampled = rollout.mask[index][real].tolist()
+        numbers = {
             "logprob": old,
             "ref_logprob": ref,
             "kl": None if ref is None else token_kl(old, ref, kl_estimator),
@@ -76,36 +66,42 @@ class TokenTable(JupyterMixin):
             "td_error": rollout.td_errors,
             "return_": rollout.returns,
             "advantage": rollout.advantages,
-            "counted": rollout.loss_mask,
-            "conversation": rollout.conversation,
             "turn": None if rollout.context is None else turn_starts(rollout.mask).cumsum(dim=1),
         }
-        real = rollout.real[index]
-        columns = {name: x[index][real].tolist() for name, x in tensors.items() if x is not None}
-        texts = token_texts(rollout.completion_ids[index][real].tolist(), tokenizer)
-        rows = []
-        for t, sampled in enumerate(rollout.mask[index][real].tolist()):
-            numbers = {name: column[t] for name, column in columns.items() if sampled or name == "conversation"}
-            rows.append(TokenRow(texts[t], **{"counted": False, **numbers}))
+        columns = {
+            "token": token_texts(rollout.completion_ids[index][real].tolist(), tokenizer),
+            **{name: [None] * len(sampled) for name in HEADINGS},
+            **{name: mask_context(sampled, x[index][real].tolist()) for name, x in numbers.items() if x is not None},
+            "counted": rollout.loss_mask[index][real].tolist(),
+        }
+        if rollout.conversation is not None:
+            columns["conversation"] = rollout.conversation[index][real].tolist()
         prompt = tokenizer.decode(rollout.prompt_ids[index][rollout.prompt_mask[index]])
-        return cls(str(prompt), float(rollout.scores[index]), rows)
+        return cls(prompt=str(prompt), score=float(rollout.scores[index]), columns=columns)
+
+    @property
+    def rows(self) -> list[SimpleNamespace]:
+        """The tokens one by one, each with its entries of the columns as attributes."""
+        tokens = zip(*self.columns.values(), strict=True)
+        return [SimpleNamespace(**dict(zip(self.columns, token, strict=True))) for token in tokens]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         score = "unknown" if self.score is None else f"{self.score:g}"
         title = Text(f"{escape_control_characters(self.prompt)}   score {score}")
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-        tokens = [Text(escape_control_characters(row.token)) for row in self.rows]
+        tokens = [Text(escape_control_characters(token)) for token in self.columns["token"]]
         table.add_column("token", min_width=min(max((token.cell_len for token in tokens), default=0), 12))
-        shown = [name for name in COLUMNS if any(getattr(row, name) is not None for row in self.rows)]
+        shown = [name for name in HEADINGS if any(x is not None for x in self.columns.get(name, []))]
         for name in shown:
-            table.add_column(COLUMNS[name], justify="right", no_wrap=" " not in COLUMNS[name])
+            table.add_column(HEADINGS[name], justify="right", no_wrap=" " not in HEADINGS[name])
         turn = 1
-        for row, token in zip(self.rows, tokens, strict=True):
-            if row.turn is not None and row.turn > turn:
+        for token, row in zip(tokens, self.rows, strict=True):
+            if (getattr(row, "turn", None) or turn) > turn:
                 table.add_section()
                 turn = row.turn
-            cells = [format_cell(getattr(row, name)) for name in shown]
-            table.add_row(token, *cells, style="" if row.counted else "dim")
+            table.add_row(
+                token, *(format_cell(getattr(row, name)) for name in shown), style="" if row.counted else "dim"
+            )
         # Measured in a wide terminal, since a measured width never exceeds the terminal's.
         if Measurement.get(console, options.update(max_width=1000), table).minimum > options.max_width:
             table.padding = 0
@@ -120,3 +116,8 @@ def format_cell(value: float | bool | None) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:.4f}"
+
+
+def mask_context(sampled: list[bool], numbers: list) -> list:
+    """Return the numbers of the tokens that the model sampled, and None for the others."""
+    return [x if is_own else None for x, is_own in zip(numbers, sampled, strict=True)]

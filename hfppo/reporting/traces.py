@@ -2,9 +2,8 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -14,7 +13,7 @@ from hfppo.functional import CLIP_FRACTIONS, Clip
 from hfppo.functional.kl import clamp_log_ratio
 from hfppo.models.actor_critic import ActorCritic, Want
 from hfppo.models.modes import eval_mode
-from hfppo.reporting.token_table import TokenRow, TokenTable
+from hfppo.reporting.token_table import TokenTable, mask_context
 from hfppo.rollout import Rollout, Sequences
 from hfppo.state import PPOState
 from hfppo.support.files import ignore_write_errors, write_atomically
@@ -22,9 +21,9 @@ from hfppo.support.files import ignore_write_errors, write_atomically
 TRACES = "_traces"  # in the output folder; Trainer does not push folders whose name begins with "_"
 
 
-@dataclass(frozen=True)
-class Trace:
-    """One completion of a rollout: its token table, and its place in the run."""
+@dataclass(frozen=True, kw_only=True)
+class Trace(TokenTable):
+    """The token table of one completion, with its place in the run. Its fields are plain values: a line of a file."""
 
     rollout: int  # number of the rollout in the run, from 1
     step: int  # optimizer steps before the rollout was collected
@@ -32,31 +31,13 @@ class Trace:
     truncated: bool  # whether the length limit ended it
     prompt_ids: list[int]
     completion_ids: list[int]
-    table: TokenTable
     updated_step: int | None = None  # optimizer steps at the end of the update on this rollout; None until then
     kind: str = "prompts"  # "rollout": one of the run's own completions; "prompts": of a chosen prompt, not whitened
 
     def token_rows(self) -> list[dict[str, object]]:
         """Return a dictionary for each token, as a row of a table of many completions."""
-        shared = {"rollout": self.rollout, "step": self.step, "prompt": self.table.prompt, "score": self.table.score}
-        return [{**shared, **vars(row)} for row in self.table.rows]
-
-    def to_json(self) -> dict[str, object]:
-        """Return plain values, the table by columns."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "table"}
-        columns = {f.name: [getattr(row, f.name) for row in self.table.rows] for f in fields(TokenRow)}
-        for name in ("turn", "conversation"):
-            if all(number is None for number in columns[name]):  # a completion of one turn, or of no agent
-                del columns[name]
-        return {**plain, "prompt": self.table.prompt, "score": self.table.score, "columns": columns}
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Self:
-        """Return the trace that `to_json` was called on."""
-        prompt, score, columns = (content.pop(name) for name in ("prompt", "score", "columns"))
-        tokens = zip(*columns.values(), strict=True)
-        rows = [TokenRow(**dict(zip(columns, cells, strict=True))) for cells in tokens]
-        return cls(**content, table=TokenTable(prompt, score, rows))
+        shared = {"rollout": self.rollout, "step": self.step, "prompt": self.prompt, "score": self.score}
+        return [{**shared, **vars(row)} for row in self.rows]
 
 
 def first_traces(
@@ -75,14 +56,19 @@ def first_traces(
         step: optimizer steps before the rollout was collected.
         kind: see `Trace`.
     """
-    traces = []
-    for i in range(min(count, len(rollout))):
-        prompt_ids = rollout.prompt_ids[i][rollout.prompt_mask[i]].tolist()
-        completion_ids = rollout.completion_ids[i][rollout.real[i]].tolist()
-        table = TokenTable.from_rollout(rollout, i, tokenizer, args.reward_kl_estimator)
-        place = (state.rollouts, step, state.kl_coef, bool(rollout.truncated[i]))
-        traces.append(Trace(*place, prompt_ids, completion_ids, table, kind=kind))
-    return traces
+    return [
+        Trace(
+            **vars(TokenTable.from_rollout(rollout, i, tokenizer, args.reward_kl_estimator)),
+            rollout=state.rollouts,
+            step=step,
+            kl_coef=state.kl_coef,
+            truncated=bool(rollout.truncated[i]),
+            prompt_ids=rollout.prompt_ids[i][rollout.prompt_mask[i]].tolist(),
+            completion_ids=rollout.completion_ids[i][rollout.real[i]].tolist(),
+            kind=kind,
+        )
+        for i in range(min(count, len(rollout)))
+    ]
 
 
 @torch.no_grad()
@@ -93,8 +79,8 @@ def add_update(trace: Trace, model: ActorCritic, args: PPOConfig, clip: Clip, st
         clip: the clip of the policy loss.
         step: optimizer steps made so far.
     """
-    rows = trace.table.rows
-    prompt, sampled = torch.tensor([trace.prompt_ids]), torch.tensor([[row.logprob is not None for row in rows]])
+    columns, prompt = trace.columns, torch.tensor([trace.prompt_ids])
+    sampled = torch.tensor([[x is not None for x in columns["logprob"]]])
     tape = Sequences(
         prompt_ids=prompt,
         prompt_mask=torch.ones_like(prompt, dtype=torch.bool),
@@ -103,24 +89,20 @@ def add_update(trace: Trace, model: ActorCritic, args: PPOConfig, clip: Clip, st
         truncated=torch.tensor([trace.truncated]),
         rollout_logprobs=torch.zeros(sampled.shape),
         context=~sampled,
-        conversation=torch.tensor([[row.conversation or 0 for row in rows]]),
+        conversation=torch.tensor([columns.get("conversation", [0] * len(trace.completion_ids))]),
     )
     read = tape.by_conversation()
     inputs = {name: x.to(args.device) for name, x in {**read.joined(), "completion_mask": read.mask}.items()}
     with eval_mode(model):
         new = model(**inputs, want=Want(temperature=args.temperature, values=False)).logprobs.cpu()
     new = tape.tape.collect(new)
-    old, advantages = (torch.tensor([[getattr(row, x) or 0.0 for row in rows]]) for x in ("logprob", "advantage"))
+    old, advantages = (torch.tensor([[x or 0.0 for x in columns[name]]]) for name in ("logprob", "advantage"))
     after = {"new_logprob": new, "ratio": clamp_log_ratio(new - old).exp()}
     if args.policy_loss in CLIP_FRACTIONS:
         found = CLIP_FRACTIONS[args.policy_loss](new, old, advantages, clip)
         after["clipped"] = found.low | found.high | found.dual
-    columns = {name: numbers[0].tolist() for name, numbers in after.items()}
-    rows = [
-        row if row.logprob is None else replace(row, **{name: column[t] for name, column in columns.items()})
-        for t, row in enumerate(rows)
-    ]
-    return replace(trace, table=replace(trace.table, rows=rows), updated_step=step)
+    updated = {name: mask_context(sampled[0].tolist(), x[0].tolist()) for name, x in after.items()}
+    return replace(trace, columns=columns | updated, updated_step=step)
 
 
 def trace_file(output_dir: str | Path, rollout: int, kind: str = "rollout") -> Path:
@@ -130,7 +112,7 @@ def trace_file(output_dir: str | Path, rollout: int, kind: str = "rollout") -> P
 
 def write_traces(path: Path, traces: Iterable[Trace]) -> None:
     """Write a rollout's traces atomically; an error is a warning."""
-    lines = [json.dumps(trace.to_json(), ensure_ascii=False) for trace in traces]
+    lines = [json.dumps(vars(trace), ensure_ascii=False) for trace in traces]
     with ignore_write_errors(path):
         write_atomically(path, "\n".join([*lines, ""]))
 
@@ -138,7 +120,7 @@ def write_traces(path: Path, traces: Iterable[Trace]) -> None:
 def read_traces(path: Path) -> list[Trace]:
     """Read the traces of a file that `write_traces` wrote."""
     lines = path.read_text(encoding="utf-8").split("\n")
-    return [Trace.from_json(json.loads(line)) for line in lines if line]
+    return [Trace(**json.loads(line)) for line in lines if line]
 
 
 def list_trace_files(output_dir: str | Path, kinds: Sequence[str] = ("rollout", "prompts")) -> list[Path]:

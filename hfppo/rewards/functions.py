@@ -18,7 +18,6 @@ from hfppo.rewards.reward_func import (
     call_func,
     check_output,
     is_async,
-    merge_logs,
     plain_name,
 )
 from hfppo.sample import Ended, Sample
@@ -75,7 +74,11 @@ class RewardFunctions:
         for row, sample in enumerate(batch.samples):
             sample.score, sample.scored = float(totals[row]), bool(scored[row]) and not sample.failed
             sample.token_rewards = self.place(sample, row)
-        return merge_logs(log.numbers for log in logs)
+        numbers: Numbers = {}
+        for log in logs:
+            for name, values in log.numbers.items():
+                numbers.setdefault(name, []).extend(values)
+        return numbers
 
     def place(self, sample: Sample, row: int) -> list[float]:
         """Return the rewards of a sample by token: token rewards on their tokens, everything else on the last.

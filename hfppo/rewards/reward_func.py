@@ -12,7 +12,7 @@ import copy
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -149,15 +149,6 @@ def is_async(func: object) -> bool:
     """Return whether calling it gives a coroutine, also for objects with an async `__call__`."""
     func = unwrap(func)
     return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(getattr(func, "__call__", None))  # noqa: B004
-
-
-def merge_logs(logs: Iterable[Numbers]) -> Numbers:
-    """Concatenate the lists of each name."""
-    result: Numbers = {}
-    for log in logs:
-        for name, values in log.items():
-            result.setdefault(name, []).extend(values)
-    return result
 
 
 def check_output(name: str, output: object, lengths: list[int]) -> list[float | list[float]]:

@@ -79,6 +79,10 @@ class CrashSafeTrainer(Trainer):
         """Return a context around Trainer's loop."""
         return nullcontext()
 
+    def saves_at_signal(self) -> bool:
+        """Save between two steps if a signal asked for it, and return whether it did; a subclass calls it there."""
+        return self._just_in_time is not None and self._just_in_time.save_between_steps(self.control)
+
     # Training and resuming
 
     def train(

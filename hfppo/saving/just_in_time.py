@@ -1,11 +1,11 @@
 """Checkpoints at SIGTERM that contain all logs of the steps before them."""
 
 import torch
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 
-class JustInTimeCallback(JITCheckpointCallback):
+class JustInTimeCallback(TrainerCallback):
     """Save between steps; upstream's callback for `enable_jit_checkpoint` saves before a step is logged.
 
     Args:
@@ -13,13 +13,15 @@ class JustInTimeCallback(JITCheckpointCallback):
     """
 
     def __init__(self, upstream: JITCheckpointCallback):
-        super().__init__()
-        self.trainer, self.jit_manager = upstream.trainer, upstream.jit_manager
-        self._stepped = self._saved = False
+        self.trainer, self.jit_manager, self._upstream = upstream.trainer, upstream.jit_manager, upstream
+        self._may_save = self._saved = False
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object):
         """Begin a run."""
-        self._stepped = self._saved = False
+        # Before the first step of a resumed run the checkpoint's random state is not loaded yet, and FSDP2 cannot load
+        # an optimizer that has made no step.
+        self._may_save = state.global_step == 0 and args.world_size == 1
+        self._saved = False
 
     @property
     def is_asked(self) -> bool:
@@ -33,24 +35,16 @@ class JustInTimeCallback(JITCheckpointCallback):
 
         A collective call: a signal to one process suffices, and all save between the same two steps.
         """
-        # Before the first step of a resumed run the checkpoint's random state is not loaded yet.
-        if asked := self._stepped and self.is_asked:
-            self._save(control)
+        if asked := self._may_save and self.is_asked:
+            self.jit_manager.is_checkpoint_requested = False
+            control.should_training_stop = self._saved = True
+            # Not upstream's `execute_jit_checkpoint`, which marks unfinished checkpoints in a folder of their name.
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
         return asked
-
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object):
-        """Save before a step if asked."""
-        self._save_within_step(args, control)
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ):
-        """Save within a step if asked; the resumed run makes that step from its beginning."""
-        self._save_within_step(args, control)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object):
         """Only note the step: it is logged and evaluated after this event."""
-        self._stepped = True
+        self._may_save = True
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object):
         """Save the run's last step once it is logged; log nothing more if a signal ended the run."""
@@ -60,14 +54,6 @@ class JustInTimeCallback(JITCheckpointCallback):
             self.jit_manager.is_checkpoint_requested = False
             control.should_save = True
 
-    def _save_within_step(self, args: TrainingArguments, control: TrainerControl) -> None:
-        """Save if a signal asked a single process for it; several agree between steps only."""
-        if args.world_size == 1 and self.jit_manager.is_checkpoint_requested:
-            self._save(control)
-
-    def _save(self, control: TrainerControl) -> None:
-        """Save, and end the run."""
-        self.jit_manager.is_checkpoint_requested = False
-        control.should_training_stop = self._saved = True
-        # Not upstream's `execute_jit_checkpoint`, which marks unfinished checkpoints in a folder of their name.
-        self.trainer._save_checkpoint(self.trainer.model, trial=None)
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object):
+        """Restore the signal's handler."""
+        self._upstream.on_train_end(args, state, control)

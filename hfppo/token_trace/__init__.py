@@ -7,7 +7,7 @@
 shows the numbers of a run's last checkpoint for a prompt.
 """
 
-from hfppo.reporting.token_table import TokenRow, TokenTable
+from hfppo.reporting.token_table import TokenTable
 from hfppo.token_trace.callback import TokenTraceCallback
 
-__all__ = ["TokenRow", "TokenTable", "TokenTraceCallback"]
+__all__ = ["TokenTable", "TokenTraceCallback"]

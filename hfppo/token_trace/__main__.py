@@ -44,10 +44,10 @@ def describe_trace(trace: Trace, args: PPOConfig, ref_model: str | None) -> list
     lines = [
         f"step {trace.step}, rollout {trace.rollout}: β = {trace.kl_coef:g}, γ = {args.gamma:g}, λ = {args.lam:g}"
     ]
-    if trace.table.rows[0].ref_logprob is not None:
+    if trace.columns["ref_logprob"][0] is not None:
         reference = ref_model or "the base with the adapter disabled"
         lines.append(f"reference: {reference}; if the run had another, give --ref_model")
-    if trace.table.score is None:
+    if trace.score is None:
         lines.append("reward, return and advantage need a score: add --score 1, say")
     if trace.truncated:
         lines.append("the completion was cut by max_completion_length")
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
     folder, html = options.pop("folder"), options.pop("html")
     try:
         trace, args = trace_prompt(folder, **options)
-        rich.print(trace.table, *describe_trace(trace, args, options["ref_model"]), sep="\n")
+        rich.print(trace, *describe_trace(trace, args, options["ref_model"]), sep="\n")
         if html is not None:
             html.parent.mkdir(parents=True, exist_ok=True)
             html.write_text(render_page([run_data(folder, [trace])]), encoding="utf-8")

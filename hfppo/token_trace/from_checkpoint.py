@@ -25,7 +25,6 @@ from hfppo.data.chat_template import CLOCK
 from hfppo.environments.agents import OF_TURNS
 from hfppo.generation.sampler import Sampler, completion_ids, eos_token_ids
 from hfppo.models.loading import load_base_of, load_tokenizer, name_in_errors
-from hfppo.reporting.token_table import TokenTable
 from hfppo.reporting.traces import Trace, first_traces
 from hfppo.sample import Turn
 from hfppo.saving.checkpoint_folders import find_last_intact
@@ -116,7 +115,7 @@ def trace_prompt(
         rollout = trainer.rollout(asked.pop("prompt"), **asked)
     step = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
     (trace,) = first_traces(rollout, 1, tokenizer, trainer.args, state, step, "prompts")
-    return trace if score is not None else replace(trace, table=remove_score(trace.table)), trainer.args
+    return trace if score is not None else remove_score(trace), trainer.args
 
 
 def find_checkpoint(folder: Path) -> Path:
@@ -173,7 +172,8 @@ def rollout_settings(run: RunDescription) -> dict[str, Any]:
     return values
 
 
-def remove_score(table: TokenTable) -> TokenTable:
-    """Return a copy of a table without the score and the numbers computed from it."""
-    rows = [replace(row, reward=None, td_error=None, return_=None, advantage=None, counted=True) for row in table.rows]
-    return replace(table, score=None, rows=rows)
+def remove_score(trace: Trace) -> Trace:
+    """Return a copy of a trace without the score and the numbers computed from it."""
+    tokens = len(trace.completion_ids)
+    unknown = dict.fromkeys(("reward", "td_error", "return_", "advantage"), [None] * tokens)
+    return replace(trace, score=None, columns=trace.columns | unknown | {"counted": [True] * tokens})

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import pandas
 import torch
 import yaml
-from critic_tasks import REPOSITORY, TASKS, build_base, datasets
+from critic_tasks import RECIPE, REPOSITORY, TASKS, build_base, datasets
 from peft import LoraConfig
 from transformers import PrinterCallback
 
@@ -46,7 +46,6 @@ DR_GRPO = {"advantage_estimator": "grpo", "scale_rewards": "none", "loss_reducti
 METHODS: dict[str, dict[str, Any]] = {
     "PPO .95": {"lam": 0.95},
     "PPO 1": {"lam": 1.0},
-    "PPO .9": {"lam": 0.9},
     "BPCO": {**RECIPES["bpco"], **WARMUP},
     "PACT": RECIPES["pact"],
     "SAO": {**RECIPES["sao"], **WARMUP},
@@ -111,8 +110,8 @@ def operations(args: PPOConfig, sizes: tuple[int, int], tokens: dict[str, int], 
 class Measure(PPOCallback):
     """Keeps numbers of each rollout by name."""
 
-    def __init__(self, exact: Any, bounded: bool):
-        self.exact, self.bounded, self.tokens = exact, bounded, {"prompt": 0, "critic_prompt": 0, "completion": 0}
+    def __init__(self, exact: Any):
+        self.exact, self.tokens = exact, {"prompt": 0, "critic_prompt": 0, "completion": 0}
         self.found: dict[str, list[float]] = defaultdict(list)
 
     def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, **kwargs):
@@ -123,10 +122,9 @@ class Measure(PPOCallback):
         numbers = {"reward": float(rollout.scores.mean()), "advantage_max": float(rollout.advantages.abs().max())}
         parts = {x: f"value/explained_variance{x.removeprefix('ev')}" for x in EXPLAINED}
         numbers |= {name: metrics[key] for name, key in parts.items() if key in metrics}
-        if rollout.values is not None and self.bounded:
+        if rollout.values is not None:
             outside = (rollout.values < -1e-4) | (rollout.values > 1 + 1e-4)
             numbers["outside"] = float(outside[mask].float().mean())
-        if rollout.values is not None:
             numbers["ev_of_returns"] = F.explained_variance(rollout.values, rollout.returns, mask)
         if rollout.values is not None and self.exact is not None:
             texts = [f"{p}{c}" for p, c in zip(transcript.prompts, transcript.completions, strict=True)]
@@ -198,7 +196,7 @@ class BenchTrainer(PPOTrainer):
 
 def base_of(name: str) -> str:
     if TASKS[name].draw is None:
-        return str(TASKS[name].base)
+        return str(RECIPE / "base")
     if not (BASES / name / "config.json").exists():
         build_base(TASKS[name], BASES / name)
     return str(BASES / name)
@@ -217,14 +215,13 @@ def run(key: Key) -> dict[str, Any]:
     """Train once, and return the line of the run."""
     task, layers = TASKS[key.task], NO_ATTENTION.get(key.method)
     train, test = datasets(task, with_answer="answer" in key.method)
-    measure = Measure(task.exact, bounded=task.score is not None)
+    measure = Measure(task.exact)
     with tempfile.TemporaryDirectory() as folder:
         args = config_of(key, folder)
         trainer_type = type("Trainer", (BenchTrainer,), {"age": key.staleness})
         trainer = trainer_type(
             model=base_of(key.task),
             reward_funcs=task.score,
-            environment_factory=task.environment,
             args=args,
             train_dataset=train,
             eval_dataset=test,

@@ -16,11 +16,9 @@ from hfppo.rollout import Rollout
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPE = REPOSITORY / "recipes" / "arithmetic"
-LAKE = REPOSITORY / "recipes" / "lake"
-sys.path += [str(RECIPE), str(LAKE)]
+sys.path.append(str(RECIPE))
 import arithmetic  # noqa: E402
 import build_arithmetic_base as builder  # noqa: E402
-import lake_game  # noqa: E402
 
 CHAIN_TOKENS, CHAIN_SLIPS = 99, 0.02
 DELAYED_TOKENS = 100
@@ -33,11 +31,9 @@ class Task:
     """A task of the bench."""
 
     fields: dict[str, Any]  # of PPOConfig, the same for all methods
-    score: Callable[..., list[float]] | None  # None: the environment gives rewards
+    score: Callable[..., list[float]]
     rows: Callable[[], tuple[list[Row], list[Row]]]  # for training and for the evaluation
     draw: Callable[[Row, random.Random], str] | None = None  # a completion of the base; None: a shipped base
-    base: Path = RECIPE / "base"
-    environment: type | None = None
     exact: Callable[[Rollout, list[str]], tuple[Tensor, Tensor]] | None = None  # V and its mask, (B, T) each
     base_steps: int = 0  # of `build_base`
 
@@ -123,23 +119,16 @@ def arithmetic_rows() -> tuple[list[Row], list[Row]]:
     return train, test
 
 
-def lake_rows() -> tuple[list[Row], list[Row]]:
-    return [{"prompt": lake_game.PROMPT}], [{"prompt": lake_game.PROMPT}] * 512
-
-
 STEPS = {"num_ppo_epochs": 1, "num_mini_batches": 4, "per_device_eval_batch_size": 512, "total_episodes": 2560}
 SHORT = {**STEPS, "per_device_train_batch_size": 32, "learning_rate": 1e-3, "max_completion_length": 12}
 LONG = {**STEPS, "per_device_train_batch_size": 16}  # 40 rollouts of 64 completions
 CHAIN = {**LONG, "learning_rate": 1e-3, "max_completion_length": CHAIN_TOKENS}
 DELAYED = {**LONG, "learning_rate": 2e-3, "max_completion_length": DELAYED_TOKENS}
-GAMES = {"num_ppo_epochs": 2, "num_mini_batches": 4, "per_device_eval_batch_size": 256, "total_episodes": 3072}
-GAMES |= {"per_device_train_batch_size": 8, "learning_rate": 2e-3, "max_completion_length": 192, "max_turn_length": 2}
 
 TASKS = {
     "sums": Task(SHORT, arithmetic.right_answer, arithmetic_rows),
     "chain": Task(CHAIN, score_chain, chain_rows, draw_chain, exact_chain, base_steps=700),
     "delayed": Task(DELAYED, score_delayed, delayed_rows, draw_delayed, exact_delayed, base_steps=1200),
-    "lake": Task(GAMES, None, lake_rows, base=LAKE / "base", environment=lake_game.Lake),
 }
 
 

@@ -6,13 +6,19 @@ from dataclasses import replace
 from typing import Any
 
 import httpx2
+import torch
 
 from helpers.agents import EOS, agent_trainer
 from hfppo import Sampler, TextEnvironment, Turn
 
 
 class Saying(Sampler):
-    """Answers a prompt by a function of its text; "…" at the end stands for a turn without EOS."""
+    """Answers a prompt by a function of its text; "…" at the end stands for a turn without EOS.
+
+    The log-probs are those of `model`, if it is set.
+    """
+
+    model: Any = None
 
     def __init__(self, tokenizer, say: Callable[[str], str]):
         self.tokenizer, self.say = tokenizer, say
@@ -28,7 +34,15 @@ class Saying(Sampler):
         ids = self.tokenizer(written, add_special_tokens=False)["input_ids"]
         budgets = budgets or [None] * len(ids)
         eos = [self.tokenizer.eos_token_id]
-        return [Turn.up_to_end(x[:most], [-0.5] * len(x[:most]), eos) for x, most in zip(ids, budgets, strict=True)]
+        kept = [x[:most] for x, most in zip(ids, budgets, strict=True)]
+        return [Turn.up_to_end(x, self.logprobs(given, x), eos) for given, x in zip(prompts, kept, strict=True)]
+
+    @torch.no_grad()
+    def logprobs(self, prompt, ids) -> list[float]:
+        if self.model is None:
+            return [-0.5] * len(ids)
+        read, sampled = torch.tensor([prompt + ids]), torch.tensor([[False] * len(prompt) + [True] * len(ids)])
+        return self.model(read, torch.ones_like(read), sampled).logprobs[sampled].tolist()
 
 
 def chat(

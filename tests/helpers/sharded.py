@@ -1,6 +1,6 @@
 """Run by test_sharding.py under torchrun: trains with FSDP2 or ZeRO on CPUs and resumes; writes JSON.
 
-torchrun … sharded.py FOLDER CRITIC ENGINE FIELDS
+torchrun … sharded.py FOLDER CRITIC ENGINE FIELDS [FOLDER of another run, to resume it]
 """
 
 import json
@@ -26,7 +26,13 @@ freeze_imports()
 OUT, CRITIC, ENGINE, FIELDS = Path(sys.argv[1]), sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
 PRIVILEGED = CRITIC == "privileged"
 # accelerate shards over GPUs alone, though torch and DeepSpeed can over CPUs as well.
-KINDS = {"fsdp2": "MULTI_GPU", "hsdp": "MULTI_GPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
+KINDS = {
+    "fsdp2": "MULTI_GPU",
+    "fsdp2 of 4": "MULTI_GPU",
+    "hsdp": "MULTI_GPU",
+    "zero2": "DEEPSPEED",
+    "zero3": "DEEPSPEED",
+}
 CONFIG = {
     **SMALL,
     **{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_mini_batches": 1, "max_steps": 4},
@@ -86,8 +92,8 @@ straight.evaluate()
 straight.train()
 straight.save_model(str(OUT / "end"))
 resumed = make("resumed")
-resumed.train(resume_from_checkpoint=str(OUT / "straight" / "checkpoint-1"))
-traces = [trace.to_json() for trace in read_traces(trace_file(straight.args.output_dir, 2))]
+resumed.train(resume_from_checkpoint=str(Path([OUT, *sys.argv[5:]][-1]) / "straight" / "checkpoint-1"))
+traces = [vars(trace) for trace in read_traces(trace_file(straight.args.output_dir, 2))]
 sharded = next((p for p in straight.model.parameters() if isinstance(p, DTensor)), None)
 result = {
     "engine": str(straight.accelerator.distributed_type),

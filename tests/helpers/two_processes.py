@@ -156,7 +156,7 @@ result = {
     "pretraining": critic_first.ppo_state.pretraining_results,
     "gradients": gradients(probe),
     "evaluation": {k: v for k, v in probe.evaluate().items() if k.startswith(("eval_reward", "eval_completions"))},
-    "traces": [trace.to_json() for trace in read_traces(trace_file(probe.args.output_dir, 1, "prompts"))],
+    "traces": [vars(trace) for trace in read_traces(trace_file(probe.args.output_dir, 1, "prompts"))],
     "completions": probe.predict(probe.eval_dataset).predictions,
 }
 (OUT / f"result_{straight.args.process_index}.json").write_text(json.dumps(result))
