@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
 from typing import Any, TypeAlias, cast
@@ -257,9 +257,11 @@ def load_critic(
     # A revision belongs to the repository that it was given for.
     given = {name: value for name, value in inputs.init_kwargs.items() if name != "revision" or critic == inputs.model}
     found = find_critic(critic, **given)
-    privileged = found.privileged if train is None else train.head.critic_ids is not None
-    adapter = own or found.peft_config
-    source = CriticSource(found.model, found.folder, args.critic_layers, args.bounds, adapter, privileged)
+    settings: dict[str, Any] = {"layers": args.critic_layers, "bounds": args.bounds}
+    settings["peft_config"] = own or found.peft_config
+    if train is not None:
+        settings["privileged"] = train.head.critic_ids is not None
+    source = replace(found, **settings)
     source.check(base)
     if own is not None:
         check_adapter(own)

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from helpers.agents import Doors, call, collect, count_messages, hide_async
 from helpers.scripted import score
 from hfppo import TextEnvironment, TolerantReward
-from hfppo.support.calls import call_in_thread, wait_for
+from hfppo.support.calls import Threads, call_in_thread, wait_for
 
 
 class Client:
@@ -112,3 +113,24 @@ def test_a_forked_process_has_an_event_loop_and_threads_of_its_own():
         signal.alarm(20)  # ends the child, whose call may wait for a thread that is not there
         os._exit(wait_for(called))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_a_call_that_hangs_leaves_its_place_to_the_next_and_one_that_is_cancelled_before_is_not_made():
+    end, made = threading.Event(), []
+
+    async def calls():
+        threads = Threads(asyncio.get_running_loop(), most=1)
+
+        def make(number):
+            made.append(number)
+            return number or end.wait(60)
+
+        tasks = [asyncio.create_task(threads.call(partial(make, number), 0.3, "late")) for number in range(3)]
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    results = wait_for(calls)
+    end.set()
+    assert [*map(type, results)] == [TimeoutError, asyncio.CancelledError, int]
+    assert made == [0, 2]

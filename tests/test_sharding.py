@@ -126,10 +126,11 @@ def test_a_sharded_run_has_the_numbers_of_one_that_is_not_and_resumes(run_of, en
         assert entry.keys() == whole.keys()
         for name, value in whole.items():
             assert entry[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
-    found, expected = (weights(out / "straight" / "checkpoint-4") for out in (sharded_out, ddp_out))
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
+    for step, near in ((1, 1e-6), (2, 1e-6), (4, 1e-5)):  # a step's rounding grows in the next ones' gradients
+        found, expected = (weights(out / "straight" / f"checkpoint-{step}") for out in (sharded_out, ddp_out))
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=0, atol=near)
     assert sharded["resumed"] == sharded["straight"]
     first, resumed = (weights(sharded_out / name) for name in ("straight/checkpoint-1", "resumed/checkpoint-4"))
     assert all(torch.equal(resumed[name], tensor) for name, tensor in found.items())
@@ -183,7 +184,7 @@ def test_deepspeed_clips_at_max_grad_norm(run_of):
 
 def test_a_step_of_deepspeed_that_is_not_finite_ends_the_run(tmp_path):
     pytest.importorskip("deepspeed")
-    run = launch(tmp_path, "shared", "zero2", {"optim": "sgd", "learning_rate": 1e38, **UNCLIPPED})
+    run = launch(tmp_path, "shared", "zero2", {**UNCLIPPED, "optim": "sgd", "learning_rate": 1e38})
     assert run.returncode != 0
     assert "NonFiniteError" in run.stderr
     assert "in step 2, on process 0, " in run.stderr

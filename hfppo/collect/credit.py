@@ -1,4 +1,4 @@
-"""From rewards to advantages: the credit of each token."""
+"""From rewards, which arrive on their tokens, to advantages: the credit of each token."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Policy losses per token, by name in `POLICY_LOSSES`, and the one place where they become a scalar."""
+"""Policy losses per token, by name in `POLICY_LOSSES`, their clip metrics in `CLIP_FRACTIONS`, and the reduction."""
 
 import math
 from collections.abc import Callable

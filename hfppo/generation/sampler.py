@@ -12,7 +12,10 @@ from hfppo.sample import Turn
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings that all samplers of this package share."""
+    """Settings that all samplers of this package share.
+
+    One that changes the distribution must change log π_old, too.
+    """
 
     temperature: float  # divides the logits
     max_tokens: int  # maximum number of tokens of a completion

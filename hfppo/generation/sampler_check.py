@@ -46,7 +46,8 @@ def check_sampler(sampler: Sampler, device: torch.device) -> None:
         gap = gap_to_forward(trial, short, turn, device)
         try:  # whether the next turn is right after the KV cache of the first one has moved to other columns
             prompt = [*short, *turn.ids, *answer]
-            sampler.may_reuse = not gap_to_forward(trial, prompt, sample(prompt), device) > limit
+            again = gap_to_forward(trial, prompt, sample(prompt), device)
+            sampler.may_reuse = trial.may_reuse and not again > limit
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # the model keeps a state of its own
             sampler.may_reuse = False
         padded = sampler.batch_size != 1 and gap > limit

@@ -89,8 +89,6 @@ def try_layouts(model: ActorCritic, device: torch.device) -> None:
     """
     rows = rows_of(ids_of(model, device))
     model(*rows)
-    if model.critic is not None and not model.critic_is_shared:
-        model(*rows, Want(policy=False))
     if model.ref_model is not None:
         with model.reference():
             model(*rows, Want(values=False))

@@ -19,13 +19,13 @@ Q = TypeVar("Q")
 Ask = Callable[[Q], Coroutine[Any, Any, Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Asked(Generic[Q]):
-    """What a coroutine asks for; it waits until the Future has the answer."""
+    """What a coroutine asks for; it waits until the Future of its event loop has the answer."""
 
     number: int  # of the coroutine
     question: Q
-    answer: Future
+    answer: asyncio.Future
 
 
 class Questions(Generic[Q]):
@@ -66,15 +66,17 @@ class Questions(Generic[Q]):
             return await coroutine(partial(self._ask, number))
 
     async def _ask(self, number: int, question: Q) -> Any:
-        asked = Asked(number, question, Future())
+        asked = Asked(number, question, asyncio.get_running_loop().create_future())
         with self._changed:
             self._asked.append(asked)
-        self._wait_for(1, number)
+            self._wait_for(1, number)
         try:
-            return await asyncio.wrap_future(asked.answer)
+            return await asked.answer
         except asyncio.CancelledError:
-            if asked.answer.cancel():  # it is not taken yet
-                self._wait_for(-1, number)
+            with self._changed:
+                if asked in self._asked:  # it is not taken yet
+                    self._asked.remove(asked)
+                    self._wait_for(-1, number)
             raise
 
     def _wait_for(self, more: int, *numbers: int) -> None:
@@ -85,7 +87,8 @@ class Questions(Generic[Q]):
                 self._waits[number] += more
                 if not self._ended[number]:
                     self._busy += (not self._waits[number]) - was_busy
-            self._changed.notify()
+            if not self._busy:  # otherwise the thread that waits would wake at every question
+                self._changed.notify()
 
     def _end(self, number: int, future: Future) -> None:
         """Note that a coroutine has ended."""
@@ -113,35 +116,32 @@ class Questions(Generic[Q]):
         """
         promised, left = self._has_promised(), math.inf
         with nullcontext() if promised else timed(), self._changed:
-            # Numbers are kept, not counted again: with many coroutines this thread wakes often.
-            while (self._busy or promised) and self._has_promised() == promised and left > 0:
+            while (self._busy or promised) and self._has_promised() == promised and left > 0 and not self._failed:
                 left = min(left, patience) if self._asked else left
                 start = time.monotonic()
                 self._changed.wait(MOMENT)
                 # On a busy machine the wait is longer, and so are the calls.
                 left -= min(time.monotonic() - start, MOMENT)
-                for future in self._failed:
-                    future.result()
-        return len(self.results()) < len(self._running)
+        for future in self._failed:
+            future.result()
+        return not all(self._ended)
 
     def results(self) -> list[Any]:
-        """Return the results of the coroutines that have ended, in their order; raise the error of one that failed."""
-        for future in self._later:
-            if future.done():
-                future.result()
+        """Return the results of the coroutines that have ended, in their order."""
         return [future.result() for future in self._running if future.done()]
 
     def take(self) -> list[Asked[Q]]:
         """Return what is asked, in the order of the coroutines."""
         with self._changed:
-            asked, self._asked = sorted(self._asked, key=lambda one: one.number), []
-        return [one for one in asked if one.answer.set_running_or_notify_cancel()]
+            asked, self._asked = self._asked, []
+        return sorted(asked, key=lambda one: one.number)
 
     def answer(self, asked: Sequence[Asked[Q]], answers: Sequence[object]) -> None:
         """Answer some coroutines."""
         self._wait_for(-1, *(one.number for one in asked))
-        for one, answer in zip(asked, answers if asked else [], strict=True):
-            one.answer.set_result(answer)
+        pairs = [*zip(asked, answers if asked else [], strict=True)]
+        for loop in {one.answer.get_loop() for one in asked}:  # each is woken once
+            loop.call_soon_threadsafe(set_answers, [pair for pair in pairs if pair[0].answer.get_loop() is loop])
 
     def answer_later(self, asked: Sequence[Asked[Q]], answers: Callable[[], Sequence[object]]) -> None:
         """Answer some coroutines with the values of a function that is called in a thread."""
@@ -153,3 +153,10 @@ class Questions(Generic[Q]):
 
         self._later.append(schedule(answer()))
         self._later[-1].add_done_callback(self._note_failure)
+
+
+def set_answers(answered: Sequence[tuple[Asked, object]]) -> None:
+    """Set the Futures of the event loop that calls this, but for those that were cancelled."""
+    for asked, answer in answered:
+        if not asked.answer.done():
+            asked.answer.set_result(answer)

@@ -3,12 +3,16 @@
 import asyncio
 import ctypes
 import inspect
+import math
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cache, partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -17,6 +21,7 @@ import torch
 
 T = TypeVar("T")
 MOMENT = 0.05  # seconds
+LULL = 0.5  # seconds for which a thread waits for another call; a batch of turns may be sampled meanwhile
 MOST_THREADS = 64  # maximum number of concurrent plain calls of tools and environments
 LOCK = threading.Lock()
 LOOPS: dict[int, asyncio.AbstractEventLoop] = {}  # by process, because a fork does not copy the loop's thread
@@ -80,9 +85,8 @@ async def awaited(value: object) -> Any:
     return value
 
 
-@asynccontextmanager
-async def time_limit(seconds: float | None, message: str) -> AsyncIterator[None]:
-    """Cancel the block after some seconds.
+async def awaited_within(seconds: float | None, message: str, value: object) -> Any:
+    """Return the value, or the result of an awaitable, which is cancelled after some seconds.
 
     Args:
         seconds: None for no limit.
@@ -92,17 +96,11 @@ async def time_limit(seconds: float | None, message: str) -> AsyncIterator[None]
     """
     try:
         async with asyncio.timeout(seconds) as limit:
-            yield
+            return await awaited(value)
     except TimeoutError as error:
         if limit.expired():
             raise TimeoutError(message) from error
         raise
-
-
-async def awaited_within(seconds: float | None, message: str, value: object) -> Any:
-    """Return the value, or the result of an awaitable that has a `time_limit`."""
-    async with time_limit(seconds, message):
-        return await awaited(value)
 
 
 def finish_within(seconds: float | None, message: str, func: Callable[[], object]) -> Any:
@@ -163,95 +161,171 @@ def interrupt(thread: threading.Thread) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(TimeUp))
 
 
-class Worker(threading.Thread):
-    """A daemon thread that calls functions one after the other, without gradients; `interrupt` ends it.
+@dataclass(eq=False)
+class Call:
+    """A plain call for a coroutine, which waits for its value and its error."""
 
-    Making a thread takes longer than a game's step, so one whose call has returned waits in `IDLE` for the next.
+    func: Callable[[], Any]
+    returned: asyncio.Future[tuple[Any, BaseException | None]]
+    thread: threading.Thread | None = None
+    begin: float | None = None  # time
+    # Who locks the first makes the call, or withdraws it; who locks the second ends the waiting for it.
+    begun: threading.Lock = field(default_factory=threading.Lock)
+    ended: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Threads:
+    """Daemon threads that make plain calls, without gradients, for the coroutines of an event loop.
+
+    Quick calls, such as steps of a game, need few changes between threads: a thread takes the next call without a
+    pause, and the loop is woken once for all that have returned.
+
+    Args:
+        most: maximum number of concurrent calls.
     """
 
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self._calls: SimpleQueue[tuple[Callable[[], Any], Future] | None] = SimpleQueue()
-        self.start()
+    def __init__(self, loop: asyncio.AbstractEventLoop, most: float):
+        self._loop, self._most = loop, most
+        self._calls: SimpleQueue[Call] = SimpleQueue()
+        self._returned: deque[tuple[asyncio.Future, Any, BaseException | None]] = deque()
+        self._telling = False  # whether the loop is about to look at them
+        self._lock = threading.Lock()
+        self._pending = self._threads = 0  # numbers of calls, and of threads that are not left behind
 
-    def run(self) -> None:
-        """Call functions until there is None, or nothing for a while."""
-        with suppress(TimeUp), torch.no_grad():
+    async def call(self, func: Callable[[], T], seconds: float | None, message: str) -> T:
+        """Return the function's result. When the waiting ends before, the thread is interrupted and left behind.
+
+        Args:
+            seconds: None for no limit.
+            message: the error's message.
+        Raises:
+            TimeoutError: the time is over.
+        """
+        call, is_left = Call(func, self._loop.create_future()), False
+        self._calls.put(call)
+        self._add(calls=1)
+        if seconds is not None:
+            self._expire(call, seconds, message)
+        try:
+            value, error = await call.returned
+        except BaseException:
+            is_left = not call.begun.acquire(blocking=False) and call.ended.acquire(blocking=False)
+            if is_left and call.thread is not None:
+                interrupt(call.thread)
+            raise
+        finally:
+            self._add(calls=-1, threads=-is_left)
+        try:
+            if error is not None:
+                raise error
+            return value
+        finally:
+            del error  # its traceback has this frame
+
+    def _add(self, calls: int, threads: int = 0) -> None:
+        """Add to the numbers, and start a thread if one is missing."""
+        with self._lock:
+            self._pending += calls
+            self._threads += threads
+            if self._threads < min(self._pending, self._most):
+                self._threads += 1
+                threading.Thread(target=self._work, daemon=True).start()
+
+    def _expire(self, call: Call, seconds: float, message: str) -> None:
+        """End the waiting for a call that has run for some seconds, or look again when it has."""
+        left = seconds if call.begin is None else call.begin + seconds - time.monotonic()
+        if call.returned.done():
+            return
+        if left > 0:
+            self._loop.call_later(left, self._expire, call, seconds, message)
+        else:
+            call.returned.set_exception(TimeoutError(message))
+
+    def _work(self) -> None:
+        """Make calls, in a thread, until there is none for a while."""
+        with suppress(TimeUp, Empty), torch.no_grad():
             while True:
+                call = self._next()
+                value, error = None, None
                 try:
-                    call = self._calls.get(timeout=MOMENT)
-                except Empty:
-                    with suppress(ValueError):  # it has been taken for a call, or is not back yet
-                        IDLE.remove(self)
-                        return
-                    continue
-                if call is None:
-                    return
-                func, result = call
-                try:
-                    result.set_result(func())
+                    value = call.func()
                 except TimeUp:
                     raise
-                except BaseException as error:
-                    result.set_exception(error)
-                del call, func, result  # a thread that waits keeps nothing alive
+                except BaseException as raised:
+                    error = raised
+                if not call.ended.acquire(blocking=False):
+                    time.sleep(MOMENT)  # the interruption may still be on its way
+                    return
+                self._returned.append((call.returned, value, error))
+                if not self._telling:
+                    self._telling = True
+                    self._loop.call_soon_threadsafe(self._tell)
+                del call, value, error  # a thread that waits keeps nothing alive
 
-    def call(self, func: Callable[[], T]) -> Future[T]:
-        """Begin to call a function."""
-        result = Future[T]()
-        self._calls.put((func, result))
-        return result
+    def _next(self) -> Call:
+        """Return the next call; for a thread, which ends if there is none.
 
-    def end(self) -> None:
-        """End the thread when its call has returned."""
-        self._calls.put(None)
+        Raises:
+            Empty: there is none for a while.
+        """
+        while True:
+            try:
+                call = self._calls.get(timeout=LULL)
+            except Empty:
+                with self._lock:
+                    if self._calls.empty():
+                        self._threads -= 1
+                        raise
+                continue
+            call.thread, call.begin = threading.current_thread(), time.monotonic()
+            if call.begun.acquire(blocking=False):
+                return call
 
-
-IDLE: list[Worker] = []
-
-
-def start_thread(func: Callable[[], T]) -> tuple[threading.Thread, Future[T]]:
-    """Call a function in a thread of its own; `interrupt` ends the thread."""
-    worker = Worker()
-    result = worker.call(func)
-    worker.end()
-    return worker, result
-
-
-async def call_in_thread(func: Callable[[], T]) -> T:
-    """Call a function in a thread. If the waiting is cancelled, the thread is interrupted and left behind."""
-    loop, done = asyncio.get_running_loop(), asyncio.Event()
-    try:
-        worker = IDLE.pop()
-    except IndexError:
-        worker = Worker()
-    if not worker.is_alive():  # of the process from which this one was forked
-        worker = Worker()
-    result = worker.call(func)
-    result.add_done_callback(lambda _: loop.call_soon_threadsafe(done.set))
-    try:
-        await done.wait()
-    except BaseException:
-        if not result.done():
-            interrupt(worker)
-        worker.end()
-        raise
-    IDLE.append(worker)
-    return result.result()
+    def _tell(self) -> None:
+        """Wake the coroutines whose calls have returned, in the event loop."""
+        self._telling = False
+        while self._returned:
+            future, *outcome = self._returned.popleft()
+            if not future.done():
+                future.set_result(outcome)
 
 
 @cache
-def room_in(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
-    """Return what bounds the concurrent plain calls of an event loop."""
-    return asyncio.Semaphore(MOST_THREADS)
+def threads_of(loop: asyncio.AbstractEventLoop, most: float) -> Threads:
+    """Return the threads of an event loop that make up to so many calls at once."""
+    return Threads(loop, most)
+
+
+async def call_in_thread(
+    func: Callable[[], T], seconds: float | None = None, message: str = "", most: float = math.inf
+) -> T:
+    """Call a function in a thread; see `Threads`."""
+    return await threads_of(asyncio.get_running_loop(), most).call(func, seconds, message)
+
+
+def start_thread(func: Callable[[], T]) -> tuple[threading.Thread, Future[T]]:
+    """Call a function in a thread of its own, without gradients; `interrupt` ends the thread."""
+    result = Future[T]()
+
+    def run() -> None:
+        with suppress(TimeUp), torch.no_grad():
+            try:
+                result.set_result(func())
+            except TimeUp:
+                raise
+            except BaseException as error:
+                result.set_exception(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, result
 
 
 async def start_call(func: Callable[[], Any], seconds: float | None, message: str) -> Any:
     """Return what a function returns, which of an async one is awaitable; see `call_with_limit`."""
     if inspect.iscoroutinefunction(func):
         return func()
-    async with room_in(asyncio.get_running_loop()), time_limit(seconds, message):
-        return await call_in_thread(func)
+    return await call_in_thread(func, seconds, message, MOST_THREADS)
 
 
 async def call_with_limit(func: Callable[[], Any], seconds: float | None, message: str) -> Any:
@@ -266,4 +340,5 @@ async def call_with_limit(func: Callable[[], Any], seconds: float | None, messag
     Raises:
         TimeoutError: the time is over.
     """
-    return await awaited_within(seconds, message, await start_call(func, seconds, message))
+    value = await start_call(func, seconds, message)
+    return await awaited_within(seconds, message, value) if inspect.isawaitable(value) else value

@@ -21,7 +21,8 @@ SHAPE = {
 }
 GROUPED_HEADS = {"num_key_value_heads": 1, "head_dim": 16}
 ARCHITECTURES = {
-    **dict.fromkeys(("llama", "qwen3", "gemma2", "phi3", "granite"), GROUPED_HEADS),
+    **dict.fromkeys(("llama", "qwen3", "gemma2", "phi3"), GROUPED_HEADS),
+    "granite": {**GROUPED_HEADS, "attention_multiplier": 0.25},  # at 1.0, its default, log-probs round by 1e-5
     "gpt_neox": {},
 }
 
