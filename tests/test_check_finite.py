@@ -19,13 +19,8 @@ from hfppo.reporting.traces import list_trace_files
 
 NAN = float("nan")
 # 4 steps to a rollout of 8 completions, 2 micro-batches of 2 to a step.
-CONFIG = {
-    "max_steps": 12,
-    "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 2,
-    "save_strategy": "steps",
-    "save_steps": 5,
-}
+CONFIG = {"max_steps": 12, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+CONFIG |= {"save_strategy": "steps", "save_steps": 5}
 
 
 def break_passes(monkeypatch, name: str, rollouts: set[int]) -> None:

@@ -12,14 +12,8 @@ from hfppo.learn.critic_pretraining import CriticPretraining
 from hfppo.models.actor_critic import Want
 
 # Rollouts of 8, so 4 of them: 3 to train on, and a step of a mini-batch of 8 for each in an epoch.
-CONFIG = {
-    "critic_pretraining_completions": 26,
-    "num_mini_batches": 1,
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 2,
-    "max_steps": 4,
-    "weight_decay": 0.1,
-}
+CONFIG = {"critic_pretraining_completions": 26, "num_mini_batches": 1, "max_steps": 4, "weight_decay": 0.1}
+CONFIG |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 PROMPTS = Dataset.from_list([{"prompt": f"请问{a}+{b}="} for a in range(6) for b in range(3, 9)])
 
 
