@@ -5,9 +5,8 @@
 
     data_args, args, model_args = PPOParser((DataArguments, PPOConfig, ActorArguments)).parse_args_and_config()
     train, test = load_data(data_args)
-    trainer = PPOTrainer(
-        model_args.model_name_or_path, reward, args, train, test, peft_config=actor_config(model_args)
-    )
+    model = model_args.model_name_or_path
+    trainer = PPOTrainer(model, reward, args, train, test, peft_config=actor_config(model_args))
 
 Needs trl. The scripts in `recipes/` show it.
 """

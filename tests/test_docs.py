@@ -273,16 +273,10 @@ def test_commands_run_and_give_what_the_pages_say(tmp_path):
         stated = [float(cell) for cell in table[f"held-out accuracy, {mode}"]]
         measured = [results[f"{when}_{mode}_accuracy"] for when in ("before", "after")]
         assert measured == pytest.approx(stated, abs=0.04)
-    (claim,) = re.findall(r"goes from ([\d.]+) to ([\d.]+)\]", README.read_text())
+    (claim,) = re.findall(r"^\| \[sums\].* ([\d.]+) → ([\d.]+) \|$", README.read_text(), flags=re.MULTILINE)
     assert [round(results[f"{when}_sampled_accuracy"], 2) for when in ("before", "after")] == pytest.approx(
         [float(x) for x in claim], abs=0.04
     )
-    history = json.loads((tmp_path / "out/arithmetic/trainer_state.json").read_text())["log_history"]
-    logged = {entry["step"]: entry for entry in history if "reward" in entry}
-    for metric in ("reward", "kl", "policy/entropy", "policy/clip_frac", "value/mean"):
-        stated = [float(cell) for cell in table[metric]]
-        assert [logged[int(step)][metric] for step in table["logged at step"]] == pytest.approx(stated, abs=0.06)
-
     shared = json.loads((tmp_path / "out/shared/all_results.json").read_text())
     assert shared["after_sampled_accuracy"] > shared["before_sampled_accuracy"] + 0.1
 
