@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from datasets import Dataset, load_dataset
@@ -277,6 +278,14 @@ def test_commands_run_and_give_what_the_pages_say(tmp_path):
     assert [round(results[f"{when}_sampled_accuracy"], 2) for when in ("before", "after")] == pytest.approx(
         [float(x) for x in claim], abs=0.04
     )
+    history = json.loads((tmp_path / "out/arithmetic/trainer_state.json").read_text())["log_history"]
+    logged = {entry["step"]: entry for entry in history if "reward" in entry}
+    for metric in ("reward", "kl", "policy/entropy", "policy/clip_frac", "value/mean"):
+        means = [
+            fmean(logged[n][metric] for n in range(int(end) - 16, int(end) + 1, 4)) for end in table["up to step"]
+        ]
+        assert means == pytest.approx([float(cell) for cell in table[metric]], abs=0.06)
+
     shared = json.loads((tmp_path / "out/shared/all_results.json").read_text())
     assert shared["after_sampled_accuracy"] > shared["before_sampled_accuracy"] + 0.1
 
