@@ -73,7 +73,9 @@ def of_day(trainer, ids: list[int]) -> str:
 @pytest.mark.parametrize("beginning", ["", " \n", "  {% if true %}\n请{% endif %}"])
 def test_the_clock_alone_is_replaced(tokenizer, clock, beginning):
     codes = "".join(f"%{letter} " for letter in "aAbBdjmUwWxyY") + "%-d %-m %% %%d"
-    tokenizer.chat_template = f"{beginning}{{{{ strftime_now('{codes}') if strftime_now is defined }}}}"
+    tokenizer.chat_template = (
+        f"{beginning}{{% set f = '{codes}' %}}{{{{ strftime_now(f) if strftime_now is defined }}}}"
+    )
     expected = tokenizer.apply_chat_template(TALKS[0], tokenize=False)
     today, earlier = (RunDate(datetime.date(*day)) for day in ((2026, 5, 7), (2001, 2, 3)))
     assert apply_chat_template(tokenizer, TALKS[0], today, tokenize=False) == expected
