@@ -204,7 +204,7 @@ class PPOCheckpoint:
             )
         assert saved is not None
         for name, wanted in self.run.structure.items():
-            default = WHOLE if name == ENGINE else getattr(PPOConfig, name, None)  # newer than the checkpoint
+            default = wanted if name == ENGINE else getattr(PPOConfig, name, None)  # newer than the checkpoint
             before, now = find_differences(saved.structure.get(name, default), wanted)
             if before != now:
                 raise ValueError(

@@ -1,7 +1,7 @@
 """The name of every metric, and sums and counts over micro-batches and ranks, divided once.
 
-A new metric has its name here, and is measured in collect/rollout_metrics.py or learn/loss.py. No metric
-averages over padding.
+A new metric has its name here. Functions in collect/rollout_metrics.py measure rollouts and evaluations, those in
+learn/loss.py updates. No metric averages over padding.
 """
 
 import math

@@ -255,6 +255,11 @@ def of_two(tmp_path) -> Path:
     return tmp_path
 
 
+def test_a_checkpoint_that_does_not_say_its_engine_is_resumed_by_any(of_two):
+    for engine in ("FSDP", "DDP or one process"):
+        checkpoint_of(0, 2, engine=engine).check(of_two)
+
+
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_another_number_of_processes_shares_out_the_rows_prompts_and_metrics(of_two, processes):
     found = [checkpoint_of(process, processes).load(of_two) for process in range(processes)]

@@ -17,6 +17,7 @@ from hfppo.data.prompts import EMPTY_PROMPT, Prompts
 from hfppo.metrics import Measures, Meter, parts
 from hfppo.models.modes import eval_mode
 from hfppo.rewards.functions import RewardFunctions
+from hfppo.rewards.reward_func import RewardWrapper
 from hfppo.sample import Sample, Text
 from hfppo.support.out_of_memory import explain_out_of_memory
 
@@ -108,8 +109,10 @@ def check_best_metric(
     if wanted is None or compute_metrics is not None:
         return
     prefixes = [f"eval_{name}_" for name in eval_dataset] if isinstance(eval_dataset, dict) else ["eval_"]
-    of_functions = (f"rewards/{name}/{what}" for name in rewards.names for what in ("mean", "std", "failed"))
-    metrics = [*SCORE_METRICS, *of_functions]
+    metrics = [*SCORE_METRICS]
+    for name, func in zip(rewards.names, rewards.funcs, strict=True):
+        whats = ("mean", "std", "failed") if isinstance(func, RewardWrapper) else ("mean", "std")
+        metrics += [f"rewards/{name}/{what}" for what in whats]
     full = wanted if wanted.startswith("eval_") else f"eval_{wanted}"  # as Trainer reads it
     is_custom = full.startswith(tuple(f"{prefix}custom/" for prefix in prefixes))
     if not is_custom and full not in {prefix + metric for prefix in prefixes for metric in metrics}:

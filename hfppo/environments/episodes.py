@@ -292,7 +292,7 @@ class EpisodePlayer:
     def rounds_left(self, episode: Episode) -> float:
         """Return how many rounds of tool calls, or steps of an environment, are allowed after this one.
 
-        With none left `call_tools` or `step` ends the episode; an agent's limit is in `Session.begin`.
+        With none left `call_tools` ends the episode, or `step` with `reply`. An agent's limit is in `Session.begin`.
         """
         most = self.args.max_tool_calling_iterations
         return math.inf if most is None else most - episode.turns

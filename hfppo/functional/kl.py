@@ -73,7 +73,7 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
 
         r_t = score·1[t = last real token] − β·KL_t
 
-    In a run the scores are on their tokens already, by `RewardFunctions.place`.
+    A run has put scores on tokens before, by `RewardFunctions.place`; only sums of normalized scores are (B,).
 
     Args:
         scores: (B,), one per completion, or (B, T), one per token and 0 where `mask` is False.
