@@ -55,7 +55,7 @@ def test_a_metric_that_is_there_is_let_through(make_trainer, dataset):
 def test_the_failures_of_a_function_that_may_not_fail_are_no_metric(make_trainer, dataset):
     trainer = make_trainer(reward_funcs=[TolerantReward(counts), count_digits], eval_dataset=dataset.select(range(3)))
     trainer.args.metric_for_best_model = "eval_rewards/count_digits/failed"
-    with pytest.raises(ValueError, match="is not an evaluation metric; .*rewards/counts/failed"):
+    with pytest.raises(ValueError, match=r"is not an evaluation metric; .*rewards/counts/failed"):
         check_best_metric(trainer.args, trainer.eval_dataset, trainer.collector.rewards, None)
 
 
