@@ -20,6 +20,7 @@ from helpers.agents import EOS, TALK, add, agent_trainer, call, collect, count_m
 from helpers.endpoint import Nodding, chat, listening, nodding, said, saying_trainer, wandering
 from hfppo import Command, TokenTraceCallback
 from hfppo.checks.engine import deepspeed_faults, whole_faults
+from hfppo.endpoint.anthropic import read_anthropic
 from hfppo.endpoint.chat import warn_of_ignored
 from hfppo.endpoint.command import KEPT
 from hfppo.environments import episodes
@@ -157,6 +158,22 @@ def test_requests_and_their_status(tmp_path, caplog, capfd):
     assert all(form == {"message", "type", "param", "code"} for form in forms)
     assert rollout.scores.tolist() == [1.0, 1.0]
     assert "do not log" not in caplog.text + "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        (
+            {"tool_choice": {"type": "any"}, "top_k": 5, "thinking": {"type": "enabled"}},
+            ["top_k", "tool_choice", "thinking"],
+        ),
+        ({"tool_choice": {"type": "auto"}, "temperature": 1.0, "thinking": {"type": "disabled"}}, []),
+    ],
+)
+def test_settings_of_anthropic_that_are_ignored_warn(caplog, given, names):
+    warn_of_ignored.cache_clear()
+    read_anthropic({"messages": [{"role": "user", "content": "go"}], "max_tokens": 5, **given})
+    assert [record.args[0] for record in caplog.records] == names
 
 
 def test_what_an_answer_says(tmp_path, caplog):

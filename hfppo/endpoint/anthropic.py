@@ -32,8 +32,7 @@ def read_anthropic(body: Mapping[str, Any]) -> Request:
         ]
     except (AttributeError, KeyError, TypeError) as error:
         raise Refusal(400, f"the request is malformed: {error!r}") from error
-    given = {name: body.get(name) for name in ("temperature", "top_p", "max_tokens")}
-    return read_chat({**given, "messages": messages, "tools": tools, "stop": body.get("stop_sequences")})
+    return read_chat({**body, "messages": messages, "tools": tools, "stop": body.get("stop_sequences")})
 
 
 def read_blocks(role: str, content: Any) -> list[dict[str, Any]]:

@@ -13,8 +13,9 @@ from hfppo.data.chat_template import Message, Schema, without_nones
 
 # Settings of a request that would change the policy's distribution, with the values that change nothing.
 IGNORED: dict[str, tuple[object, ...]] = {
-    "temperature": (1,), "top_p": (1,), "seed": (), "frequency_penalty": (0,), "presence_penalty": (0,),
-    "tool_choice": ("auto",), "response_format": ({"type": "text"},), "logit_bias": ({},), "logprobs": (False,),
+    "temperature": (1,), "top_p": (1,), "top_k": (), "seed": (), "frequency_penalty": (0,), "presence_penalty": (0,),
+    "tool_choice": ("auto", {"type": "auto"}), "response_format": ({"type": "text"},), "logit_bias": ({},),
+    "logprobs": (False,), "thinking": ({"type": "disabled"},),
 }  # fmt: skip
 
 logger = logging.getLogger(__name__)
