@@ -49,7 +49,7 @@ def start(tmp_path: Path):
     """Start a script in a folder with the recipes, a model, data and a cluster's commands; return its process."""
     tiny_model().save_pretrained(tmp_path / "base")
     character_tokenizer().save_pretrained(tmp_path / "base")
-    (tmp_path / "ppo.yaml").write_text(CONFIG)
+    (tmp_path / "my.yaml").write_text(CONFIG)
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{a}+{b}="}}\n' for a in range(4) for b in range(4)))
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     (tmp_path / "bin").mkdir()
