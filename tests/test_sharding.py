@@ -38,6 +38,7 @@ ENVIRONMENT = {
     "ddp": {},
     "ddp of 4": {},
     "fsdp2": FSDP2,
+    "fsdp2 of 1": FSDP2,
     "fsdp2 of 4": FSDP2,
     "hsdp": {
         **FSDP2,
@@ -54,7 +55,7 @@ ENVIRONMENT = {
         for stage in (2, 3)
     },
 }
-OF_FOUR = ("ddp of 4", "fsdp2 of 4", "hsdp")
+PROCESSES = {"fsdp2 of 1": "1", **dict.fromkeys(("ddp of 4", "fsdp2 of 4", "hsdp"), "4")}
 SMOOTH = {"learning_rate": 1.0, "adam_epsilon": 1.0}  # Adam's step is about the gradient, and not its sign
 PIECES, UNCLIPPED = {**SMOOTH, "max_tokens_per_micro_batch": 14}, {**SMOOTH, "max_grad_norm": 0.0}
 
@@ -64,7 +65,7 @@ def launch(out: Path, critic: str, engine: str, fields: dict, *start: Path) -> s
         [
             sys.executable,
             *TWO_PROCESSES[:-1],
-            "4" if engine in OF_FOUR else "2",
+            PROCESSES.get(engine, "2"),
             str(HELPERS / "sharded.py"),
             str(out),
             critic,
@@ -113,7 +114,7 @@ ENGINES = [
 
 @pytest.mark.parametrize(("engine", "fields", "kind", "critic"), ENGINES)
 def test_a_sharded_run_has_the_numbers_of_one_that_is_not_and_resumes(run_of, engine, fields, kind, critic):
-    of_ddp = "ddp of 4" if engine in OF_FOUR else "ddp"
+    of_ddp = "ddp of 4" if PROCESSES.get(engine) == "4" else "ddp"
     (sharded_out, sharded), (ddp_out, ddp) = (run_of(name, fields, critic) for name in (engine, of_ddp))
     assert sharded["engine"] == f"DistributedType.{kind}" != ddp["engine"]
     assert ("Replicate(), Shard" in sharded["placements"]) == (engine == "hsdp")
@@ -140,11 +141,12 @@ def test_a_sharded_run_has_the_numbers_of_one_that_is_not_and_resumes(run_of, en
 def test_fsdp2_resumes_on_another_number_of_processes_and_not_on_another_engine(run_of, tmp_path):
     fields = {**PIECES, "rollout_size": 16}
     of_two, _ = run_of("fsdp2", fields)
-    run = launch(tmp_path, "shared", "fsdp2 of 4", fields, of_two)
-    assert run.returncode == 0, run.stderr
-    found, expected = (weights(out / "checkpoint-4") for out in (tmp_path / "resumed", of_two / "straight"))
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
+    for other in ("fsdp2 of 4", "fsdp2 of 1"):
+        run = launch(tmp_path / other, "shared", other, fields, of_two)
+        assert run.returncode == 0, run.stderr
+        found, expected = (weights(out / "checkpoint-4") for out in (tmp_path / other / "resumed", of_two / "straight"))
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
     run = launch(tmp_path, "shared", "ddp", fields, of_two)
     assert "was written with engine='FSDP', this run has 'DDP or one process', so it cannot resume" in run.stderr
 

@@ -28,6 +28,7 @@ PRIVILEGED = CRITIC == "privileged"
 # accelerate shards over GPUs alone, though torch and DeepSpeed can over CPUs as well.
 KINDS = {
     "fsdp2": "MULTI_GPU",
+    "fsdp2 of 1": "MULTI_GPU",
     "fsdp2 of 4": "MULTI_GPU",
     "hsdp": "MULTI_GPU",
     "zero2": "DEEPSPEED",
