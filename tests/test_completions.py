@@ -86,6 +86,9 @@ def test_what_a_function_is_called_takes_no_column_from_another(make_trainer):
     assert table["prompt"].tolist() == keep.transcripts[0].prompts
 
 
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "the sky"}}}
+
+
 @pytest.mark.parametrize(
     ("value", "wanted"),
     [
@@ -93,6 +96,11 @@ def test_what_a_function_is_called_takes_no_column_from_another(make_trainer):
         ("2+2?", "2+2?"),
         ([{"role": "assistant", "content": "4"}], "4"),
         ([{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2?"}], "system: Add.\nuser: 2+2?"),
+        ([{"role": "assistant", "content": "", "tool_calls": [CALL]}], "look(at='the sky')"),
+        (
+            [{"role": "assistant", "content": "Hm.", "tool_calls": [CALL, {"name": "wait"}]}],
+            "Hm.\nlook(at='the sky')\nwait()",
+        ),
         ([], "[]"),
         ([1, "two"], "[1, 'two']"),
     ],

@@ -144,7 +144,9 @@ def test_fsdp2_resumes_on_another_number_of_processes_and_not_on_another_engine(
     for other in ("fsdp2 of 4", "fsdp2 of 1"):
         run = launch(tmp_path / other, "shared", other, fields, of_two)
         assert run.returncode == 0, run.stderr
-        found, expected = (weights(out / "checkpoint-4") for out in (tmp_path / other / "resumed", of_two / "straight"))
+        found, expected = (
+            weights(out / "checkpoint-4") for out in (tmp_path / other / "resumed", of_two / "straight")
+        )
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
     run = launch(tmp_path, "shared", "ddp", fields, of_two)

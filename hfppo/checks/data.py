@@ -141,7 +141,7 @@ def check_call(subject: str, func: Callable[..., object], columns: set[str], dat
     except TypeError as error:
         raise TypeError(
             f"{subject} cannot be called for {dataset}: {error}; it gets {', '.join(sorted(columns))} by keyword: "
-            "name the ones it needs, and accept **kwargs"
+            "accept **kwargs, and give the dataset any other column that it needs"
         ) from error
     except ValueError:  # compiled functions may have no signature
         return

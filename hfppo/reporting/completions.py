@@ -4,6 +4,7 @@ import io
 import math
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import rich
 import torch
@@ -76,8 +77,22 @@ def cell_text(x: object) -> str:
     if not (isinstance(x, list) and x and all(isinstance(part, dict) and "content" in part for part in x)):
         return str(x)
     if len(x) == 1:
-        return str(x[0]["content"])
-    return "\n".join(f"{message.get('role')}: {message['content']}" for message in x)
+        return message_text(x[0])
+    return "\n".join(f"{message.get('role')}: {message_text(message)}" for message in x)
+
+
+def message_text(message: dict[str, Any]) -> str:
+    """Return a message's text, and under it its calls as Python writes them."""
+    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
+    text = [str(message["content"])] if message["content"] or not calls else []
+    return "\n".join([*text, *map(call_text, calls)])
+
+
+def call_text(call: dict[str, Any]) -> str:
+    arguments = call.get("arguments", {})
+    if isinstance(arguments, dict):
+        arguments = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    return f"{call.get('name')}({arguments})"
 
 
 def log_table(args: TrainingArguments, name: str, rows: Dataset) -> None:

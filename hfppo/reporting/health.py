@@ -138,9 +138,9 @@ def dropped_answers(run: RecentLogs, limit: float = 0.5) -> str | None:
 def no_signal(run: RecentLogs, limit: float = 1e-3) -> str | None:
     """All completions score alike, so there is nothing to learn from.
 
-    Likely causes, in order: a reward function that always gives the same; prompts that are all too hard or too easy; a
-    collapsed policy. To change: check the reward function on a few completions; take other prompts; raise
-    {temperature}, {num_mini_batches}.
+    Likely causes, in order: a reward function that always gives the same; tools that the model never calls; prompts
+    that are all too hard or too easy; a collapsed policy. To change: check the reward function on a few completions;
+    show a call in the prompt; take other prompts; raise {temperature}, {num_mini_batches}.
     """
     return run.unless_improved(run.below("reward_std", limit * abs(run.now["reward"])))
 
