@@ -3,12 +3,12 @@
     PYTHONPATH=tests:recipes/arithmetic python tests/helpers/chaos.py --kills 40 [--processes 2 …] [--variants NAME]
 
 Every operation on the output folder that Python knows of (opening, renaming, removing, making a folder) is a
-moment to be killed at, by SIGKILL, and so are each step of an environment, each backward pass, each adapter just sent
-to a vLLM server, and any point in time. A run that was killed goes on, and may be killed again. One kill in four of a
-run with a server is followed by one of the server, which is started again.
+moment to be killed at, by SIGKILL, and so are each step of an environment, each start of an agent's command, each
+backward pass, each adapter just sent to a vLLM server, and any point in time. A run that was killed goes on, and may
+be killed again. One kill in four of a run with a server is followed by one of the server, which is started again.
 In the end its weights, optimiser and logs must equal the undisturbed run's, bit for bit; to 1e-6 if each life of the
-run has one of several numbers of processes. The variant "server ahead"
-needs vLLM's environment, see tests/test_vllm.py, and is not among those that run unasked.
+run has one of several numbers of processes. The variant "server ahead" needs vLLM's environment, see
+tests/test_vllm.py, and is not among those that run unasked.
 """
 
 import argparse
@@ -38,11 +38,11 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from helpers.agents import Chatter, talking_trainer
 from helpers.endpoint import wandering
-from helpers.processes import freeze_imports
+from helpers.processes import HELPERS, freeze_imports
 from helpers.runs import SMALL, final_state, logs, small_trainer, stops_at_kl
 from helpers.tiny import LORA, tiny_model
 from helpers.vllm_runs import Server, save_base
-from hfppo import AdaptiveKLCallback, PPOTrainer
+from hfppo import AdaptiveKLCallback, Command, PPOTrainer
 from hfppo.collect import candidates
 from hfppo.environments import episodes
 from hfppo.generation.vllm import Adapter
@@ -76,14 +76,19 @@ VARIANTS = {
     "environment": ({"save_steps": 3, "gamma_turn": 0.9, "lam_turn": 0.7, "max_completion_length": 40}, "adapter"),
     "environment ahead": ({"rollouts_ahead": 1, "save_steps": 3, "max_completion_length": 40}, "adapter"),
     "agent": ({"save_steps": 3, "max_completion_length": 40}, "adapter"),
+    "command": ({"save_steps": 3, "max_completion_length": 40}, "adapter"),
     "server ahead": ({"rollouts_ahead": 1, "use_vllm": True, "max_completion_length": 24}, "adapter"),
 }
 UNASKED = [name for name in VARIANTS if name != "server ahead"]  # those that need no vLLM
 candidates.EXPLAINED = 0.0  # the critic chooses whatever little it knows
 OPERATIONS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
-MOMENTS = {"turn": "in an episode", "backward": "in an update", "published": "after publishing"} | dict.fromkeys(
-    OPERATIONS, "at an operation"
-)
+MOMENTS = {
+    "turn": "in an episode",
+    "subprocess.Popen": "at the start of a command",
+    "backward": "in an update",
+    "published": "after publishing",
+    **dict.fromkeys(OPERATIONS, "at an operation"),
+}
 SERVER: dict[str, str] = {}  # the model and the address of a vLLM server
 DATASET = Dataset.from_list([{"prompt": f"请问{a}+{b}="} for a in range(10) for b in range(3, 9)])
 
@@ -122,6 +127,13 @@ def mortal_agent(out: str) -> Callable[..., float]:
     return agent
 
 
+def command_agent(out: str) -> Command:
+    """An agent in a process of its own, whose program has a name by which the audit hook knows the run."""
+    program = Path(f"{out}.{os.getpid()}.python")
+    program.symlink_to(sys.executable)
+    return Command([str(program), str(HELPERS / "nodding_command.py")])
+
+
 def tell_of_publishing(out: str) -> None:
     """Tell the audit hook of each adapter that the server has loaded."""
     load = ServerEngine.load
@@ -156,9 +168,10 @@ def make_trainer(out: str, variant: str, steps: int) -> PPOTrainer:
     callbacks += [stops_at_kl(0.02)] if variant == "groups" else []
     if variant.startswith("environment"):
         return talking_trainer(out, given, environment_factory=lambda: MortalChatter(out), callbacks=callbacks)
-    if variant == "agent":
+    if variant in ("agent", "command"):
         episodes.PATIENCE = 5.0  # the same batches; others round otherwise
-        return talking_trainer(out, given, environment_factory=None, agent=mortal_agent(out), callbacks=callbacks)
+        agent = mortal_agent(out) if variant == "agent" else command_agent(out)
+        return talking_trainer(out, given, environment_factory=None, agent=agent, callbacks=callbacks)
     if variant == "server ahead":
         given |= {"vllm_mode": "server", "vllm_server_base_url": SERVER["url"]}
         tell_of_publishing(out)
