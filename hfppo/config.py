@@ -105,7 +105,7 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
     learning_rate: NotNegative = option(2e-4, "Learning rate of actor and critic (LoRA; from 0.5B on 1e-5 to 5e-5).")
     logging_steps: float | None = option(None, "Optimizer steps between logs; None: one log per rollout.")
     save_steps: float | None = option(
-        None, "Optimizer steps between checkpoints; None: 500, or every evaluation with load_best_model_at_end."
+        None, "Optimizer steps between checkpoints; None: ten in a run; each evaluation with load_best_model_at_end."
     )
     logging_nan_inf_filter: bool = option(False, "Hide non-finite losses from the log; False shows them.")
     remove_unused_columns: bool = option(False, "Not used: all columns of the dataset reach the reward functions.")
@@ -266,7 +266,7 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
             self.logging_steps = self.updates_per_rollout
         if self.save_steps is None:  # the best evaluation counts only if its step is saved
             every = self.eval_steps or self.logging_steps
-            self.save_steps = every if self.load_best_model_at_end else TrainingArguments.save_steps
+            self.save_steps = every if self.load_best_model_at_end else 0.1  # of the run
 
     def __getstate__(self) -> dict[str, object]:
         # Trainer pickles the configuration, with the token, into `training_args.bin`, and pushes that file.

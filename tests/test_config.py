@@ -233,8 +233,8 @@ BEST = {"load_best_model_at_end": True, "eval_strategy": "steps"}
 @pytest.mark.parametrize(
     ("changes", "save_steps"),
     [
-        ({}, 500),
-        ({"eval_strategy": "steps"}, 500),
+        ({}, 0.1),
+        ({"eval_strategy": "steps"}, 0.1),
         ({"save_steps": 7}, 7),
         (BEST, 8),
         (BEST | {"eval_steps": 24}, 24),
