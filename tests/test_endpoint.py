@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 
+import httpx2
 import pytest
 import torch
 import torch.nn.functional as F
@@ -485,6 +486,31 @@ def test_the_key_ends_with_the_episode(tmp_path):
     assert kept[0]().status_code == 401
     assert rollout.scores.tolist() == [1.0]
     assert kept[0].base_url.startswith("http://127.0.0.1:")
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+def test_rewards_by_the_ids_of_answers(tmp_path, path):
+    def play(ask):
+        first = ask().json()
+        body = {"model": "policy", "max_tokens": 5, "messages": MESSAGES, "input": MESSAGES}
+        headers = {"Authorization": f"Bearer {ask.api_key}"}
+        second = httpx2.post(f"{ask.base_url}/{path}", json=body, headers=headers, timeout=20).json()
+        ask("go")
+        return {first["id"]: 0.5, second["id"]: 2}
+
+    trainer = saying_trainer(tmp_path, listening(play), lambda prompt: "abc", config={"kl_coef": 0.0})
+    rollout, *_ = collect(trainer, 2)
+    assert rollout.scores.tolist() == [2.5, 1.0]
+    ends = (rollout.completion_ids[0] == trainer.processing_class.eos_token_id) & rollout.mask[0]
+    assert rollout.rewards[0][ends].tolist() == [0.5, 2.0, 0.0]
+    assert float(rollout.rewards[0].sum()) == 2.5
+
+
+def test_a_reward_for_no_answer_fails_the_episode(tmp_path, caplog):
+    trainer = saying_trainer(tmp_path, listening(lambda ask: ask() and {"chatcmpl-1": 1.0}))
+    rollout, *_ = collect(trainer, 2)
+    assert rollout.scores.tolist() == [0.0, 1.0]
+    assert "agent gave a reward to 'chatcmpl-1', which is the id of no answer in its episode" in caplog.text
 
 
 def test_seeds_and_other_outputs(tmp_path):

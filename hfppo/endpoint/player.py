@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -88,7 +88,7 @@ class AgentPlayer(EpisodePlayer):
         try:
             async with asyncio.timeout(self.args.tool_timeout) as limit:
                 value = await self.run(episode.row, server.url, key)
-                self.check(value)
+                self.check(value, session)
         except (Exception, SystemExit) as raised:
             error = raised
         finally:
@@ -106,6 +106,8 @@ class AgentPlayer(EpisodePlayer):
         episode.failed = error is not None or not called
         episode.counts["failed_agents"] = int(error is not None)
         episode.final_reward = value if isinstance(value, Real) else None
+        by_id = value if isinstance(value, Mapping) else {}
+        episode.turn_rewards = {call.end: x for name, x in by_id.items() if (call := session.call_of(name))}
         episode.row = replace(episode.row, columns={**episode.row.columns, "outputs": value})
         return episode
 
@@ -115,13 +117,20 @@ class AgentPlayer(EpisodePlayer):
         given = {"base_url": base_url, "api_key": api_key, **columns_for(agent, row)}
         return await call_with_limit(partial(agent, **given), None, "")
 
-    def check(self, value: object) -> None:
+    def check(self, value: object, session: Session) -> None:
         """Raise if the agent's value cannot be used.
 
         Raises:
-            ValueError: it is not a finite number, and no reward function reads anything else.
+            ValueError: it is neither a finite number nor has one for each of some answers' ids, and no reward function
+                reads anything else.
         """
-        if isinstance(value, Real) or (self.is_judge and value is not None):
+        if isinstance(value, Mapping):
+            for name, reward in value.items():
+                if session.call_of(name) is not None:
+                    finite_reward("agent", reward)
+                elif self.is_judge:
+                    raise ValueError(f"agent gave a reward to {name!r}, which is the id of no answer in its episode")
+        elif isinstance(value, Real) or (self.is_judge and value is not None):
             finite_reward("agent", value)
 
 

@@ -39,6 +39,7 @@ class Call:
     clients: int = 0  # that wait for the answer
     turn: Turn | None = None
     answer: Answer | None = None
+    end: int = 0  # of the answer on the tape: the position of its last token
 
     @property
     def tokens(self) -> list[int]:
@@ -75,6 +76,10 @@ class Session:
     def answered(self) -> list[Call]:
         """The calls whose answers have reached the agent."""
         return [call for call in self.calls if call.answer is not None]
+
+    def call_of(self, name: object) -> Call | None:
+        """Return the call whose answer has this id, as its API writes it; None if there is none."""
+        return next((call for call in self.answered if call.answer and str(name).endswith(call.answer.id)), None)
 
     @property
     def ended(self) -> Ended:
@@ -242,6 +247,7 @@ class Session:
                 new, messages = [], []
             episode.append(new)
             episode.append(call.turn.ids, call.turn.logprobs)
+            call.end = len(episode.ids) - 1
             episode.conversation += [number] * (len(new) + len(call.turn.ids))
             episode.messages += [*messages, call.answer.message]
             episode.turns += 1
