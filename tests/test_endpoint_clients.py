@@ -191,3 +191,44 @@ def test_a_client_that_rewrites_the_models_messages_begins_conversations(tmp_pat
     _, _, (*_, metrics) = played(tmp_path, client, positions=20_000, config={"max_prompt_length": None})
     assert metrics["agent/conversations"] == metrics["turns/mean"] > 1
     assert metrics["mismatch/max"] < 1e-4
+
+
+def test_litellm_knows_that_a_conversation_is_too_long(tmp_path):
+    found = pytest.importorskip("litellm")
+
+    def client(base_url, api_key):
+        ask = partial(found.completion, "openai/policy", api_base=base_url, api_key=api_key)
+        with pytest.raises(found.exceptions.ContextWindowExceededError):
+            ask(messages=[{"role": "user", "content": "a" * 500}])
+        return ask(messages=[{"role": "user", "content": "a"}]).choices[0].message.content
+
+    assert played(tmp_path, client, lambda prompt: ANSWER)[0] == [ANSWER]
+
+
+def test_a_coding_harness_has_one_conversation(tmp_path, monkeypatch):
+    """mini-swe-agent asks through litellm; its last command prints a line that it knows."""
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    monkeypatch.setenv("MSWEA_GLOBAL_CONFIG_DIR", str(tmp_path))
+    agents = pytest.importorskip("minisweagent.agents.default")
+    environments = pytest.importorskip("minisweagent.environments.local")
+    models = pytest.importorskip("minisweagent.models.litellm_model")
+    (tmp_path / "end").write_text("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo 11")  # the policy has no capitals
+    commands = ["expr 2 + 3", "sh end"]
+
+    def client(base_url, api_key):
+        reached = {"api_base": base_url, "api_key": api_key}
+        model = models.LitellmModel(model_name="openai/policy", model_kwargs=reached, cost_tracking="ignore_errors")
+        templates = {"system_template": "Use bash.", "instance_template": "{{task}}"}
+        return agents.DefaultAgent(model, environments.LocalEnvironment(cwd=str(tmp_path)), **templates).run(QUESTION)[
+            "submission"
+        ]
+
+    # Its observations are longer than the model.
+    long = {"positions": 20_000, "config": {"max_prompt_length": None, "max_completion_length": 2_000}}
+    found, trainer, (rollout, _, metrics) = played(
+        tmp_path, client, lambda prompt: call("bash", command=commands[prompt.count("<tool>")]), **long
+    )
+    assert found == ["11\n"]
+    assert (metrics["agent/conversations"], metrics["turns/mean"]) == (1.0, 2.0)
+    assert "<returncode>0</returncode>" in text_of(trainer, rollout)
+    assert metrics["mismatch/max"] < 1e-4

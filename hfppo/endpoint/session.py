@@ -191,8 +191,8 @@ class Session:
         """Raise Refusal if so many tokens are too many."""
         if most is not None and length > most:
             self.limit = Ended.DROPPED if self.answered else None
-            message = f"the maximum context length is {most} tokens, and the messages need {length}; shorten them"
-            raise Refusal(400, message, "context_length_exceeded")
+            begins = f"this model's maximum context length is {most} tokens"  # words that litellm and others look for
+            raise Refusal(400, f"{begins}, and the messages need {length}; shorten them", "context_length_exceeded")
 
     def record(self, call: Call, turn: Turn) -> Answer:
         """Keep the answer to a call, and return it."""
