@@ -8,7 +8,6 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parent / "benchmarks"))
-import compaction
 import critic_bench as bench
 import critic_tasks as tasks
 
@@ -76,14 +75,3 @@ def test_report_compares_at_equal_compute_and_by_claims():
     assert bench.claims(both + worse).splitlines()[2:] == ["| sums | 0 | PPO 1 − PPO .95 | +0.200 | 0.333 |"]
     both += [{**x, "task": "chain"} for x in both]
     assert "| PPO 1 | 0.700±0.000 | 0.333 | 0.900±0.000 | 0.700±0.000 | 0.333" in bench.short_report(both)
-
-
-def test_credit_of_a_conversation_by_itself():
-    """Two calls, and a third after a compaction, by hand; λ = 0.95."""
-    values, conversation = torch.tensor([[0.4, 0.5, 0.6, 0.3, 0.7, 0.8, 9.0]]), torch.tensor([[0, 0, 0, 0, 1, 1, 1]])
-    rewards, mask = torch.tensor([[0.0] * 5 + [1.0, 0.0]]), torch.tensor([[True] * 6 + [False]])
-    given = rewards, values, mask, conversation, 0.95
-    copied = [0.52441, 0.44675, 0.365, 0.7, 0.29, 0.2, 0.0]
-    assert compaction.copied(*given)[0][0].tolist() == pytest.approx(copied, abs=5e-5)
-    factor = [0.47328, 0.40319, 0.32941, 0.63175, 0.29, 0.2, 0.0]
-    assert compaction.factor(*given)[0][0].tolist() == pytest.approx(factor, abs=5e-5)
