@@ -378,3 +378,16 @@ def test_a_push_in_progress_is_not_disturbed(make_trainer, monkeypatch, tmp_path
     assert events == (["waited", "push"] if always else [])
     assert (tmp_path / "out/critic/critic.safetensors").is_file() is always
     assert (tmp_path / "out/README.md").is_file() is always
+
+
+def test_a_run_has_ten_checkpoints_and_resumes_without_a_warning_of_their_steps(make_trainer, tmp_path, monkeypatch):
+    config = {"max_steps": 20, "save_strategy": "steps", "eval_steps": 0.5}
+    make_trainer(config).train()
+    folders = sorted(int(folder.name.partition("-")[2]) for folder in tmp_path.glob("**/checkpoint-*"))
+    assert folders == list(range(2, 21, 2))
+    said: list[str] = []
+    monkeypatch.setattr("transformers.trainer_utils.logger.warning_once", said.append)
+    trainer = make_trainer(config)
+    trainer.train(str(next(tmp_path.glob("**/checkpoint-14"))))
+    assert (trainer.state.save_steps, trainer.state.eval_steps) == (2, 10)
+    assert said == []

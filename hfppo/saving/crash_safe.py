@@ -102,6 +102,7 @@ class CrashSafeTrainer(Trainer):
             checkpoint = self._find_checkpoint(resume_from_checkpoint)
             if checkpoint is not None:
                 self.check_resume(checkpoint)
+                self._count_steps(checkpoint)
             self._start = None if checkpoint is None else Path(checkpoint).resolve()
             self._has_saved = False
             try:
@@ -114,6 +115,13 @@ class CrashSafeTrainer(Trainer):
                 elif self.state.global_step:
                     error.add_note(f"No checkpoint was written: save_steps={self.args.save_steps}.")
                 raise
+
+    def _count_steps(self, checkpoint: str) -> None:
+        """Set the checkpoint's numbers of steps for shares of the run, which Trainer would compare with them."""
+        state = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            if 0 < (getattr(self.args, name) or 0) < 1:
+                setattr(self.args, name, getattr(state, name))
 
     @contextmanager
     def _lock_output_dir(self) -> Iterator[None]:
