@@ -38,7 +38,7 @@ def test_scores_of_the_long_tasks():
 
 
 def test_operations_count_critic_and_passes(tmp_path):
-    sizes, tokens = (10, 1), {"prompt": 2, "critic_prompt": 4, "completion": 3}
+    sizes, tokens = (10, 1), {"prompt": 2, "critic_prompt": 4, "completion": 3, "sampled": 3}
     actor, critic = 2 * 10 * 5 + 2 * 3, 2 * 10 * 7
 
     def count(method: str) -> float:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import pandas
 import torch
 import yaml
-from critic_tasks import RECIPE, REPOSITORY, TASKS, build_base, datasets
+from critic_tasks import REPOSITORY, TASKS, build_base, datasets
 from peft import LoraConfig
 from transformers import PrinterCallback
 
@@ -46,6 +46,7 @@ DR_GRPO = {"advantage_estimator": "grpo", "scale_rewards": "none", "loss_reducti
 METHODS: dict[str, dict[str, Any]] = {
     "PPO .95": {"lam": 0.95},
     "PPO 1": {"lam": 1.0},
+    "PPO .9": {"lam": 0.9},  # the lake's λ
     "BPCO": {**RECIPES["bpco"], **WARMUP},
     "PACT": RECIPES["pact"],
     "SAO": {**RECIPES["sao"], **WARMUP},
@@ -63,20 +64,28 @@ METHODS: dict[str, dict[str, Any]] = {
     "PPO 1, bounded": {"lam": 1.0, "value_range": [0.0, 1.0]},
     "PPO 1, dppo": {"lam": 1.0, "policy_loss": "dppo"},
     "PPO 1, dis": {"lam": 1.0, "policy_loss": "dis", "cliprange": 0.3, "cliprange_high": 5.0},
+    "PPO 1, two critic epochs": {"lam": 1.0, "num_critic_epochs": 2},
+    "PPO 1, no attention": {"lam": 1.0},
 }
 LORA = {"r": 16, "lora_alpha": 32}
-NO_ATTENTION = {"SAO": ["gate_proj", "up_proj", "down_proj"]}  # the layers that a critic adapts, if not all
+MLP = ["gate_proj", "up_proj", "down_proj"]
+NO_ATTENTION = {"SAO": MLP, "PPO 1, no attention": MLP}  # the layers that a critic adapts, if not all
 
 
 # Methods without runs of seed 0 take another's rate.
 LIKE = {"PACT without ratio": "PACT", "VAPO": "PPO .95", "BPCO + answer": "BPCO", "PPO 1, dppo": "PPO 1"}
 LIKE |= {"PPO, α 1.5": "PPO 1", "PPO 1, dis": "PPO 1", "PPO 1, bounded": "PPO 1", "RLOO": "Dr. GRPO"}
+LIKE |= {"PPO 1, two critic epochs": "PPO 1", "PPO 1, no attention": "PPO 1"}
 LIKE |= {"Dr. GRPO, twice": "Dr. GRPO", "REINFORCE++, twice": "REINFORCE++"}
 BASELINE = "REINFORCE++"  # which the report compares the others with
 CLAIMS = [("PPO 1", "PPO .95"), ("BPCO", "PPO 1"), ("PACT", "PPO 1"), ("SAO", "PPO 1"), ("VAPO", "PPO .95")]
 CLAIMS += [("Dr. GRPO", "PPO 1"), ("RLOO", "Dr. GRPO"), ("PPO 1, bounded", "PPO 1"), ("BPCO + answer", "BPCO")]
 CLAIMS += [("PPO, α 1.5", "PPO 1"), ("PACT", "PACT without ratio"), ("PPO 1, dppo", "PPO 1"), ("PPO 1, dis", "PPO 1")]
+CLAIMS += [("SAO", "PPO .9"), ("PPO 1", "PPO .9"), ("VAPO", "PPO 1")]
+CLAIMS += [("PPO 1, two critic epochs", "PPO 1"), ("PPO 1, no attention", "PPO 1")]
 CLAIMS += [("REINFORCE++, twice", "PPO 1"), ("REINFORCE++, twice", "PACT"), ("Dr. GRPO, twice", "PPO 1")]
+NOT_SHOWN = "PPO,", "PPO 1,", "PACT w", "RLOO", "VAPO", "BPCO +", "Dr. GRPO,"  # how methods begin that change one part
+TINY = ["sums", "chain", "delayed"]
 QUICK = "sums", "REINFORCE++"
 
 
@@ -95,11 +104,12 @@ def operations(args: PPOConfig, sizes: tuple[int, int], tokens: dict[str, int], 
 
     Args:
         sizes: weights of the trunk without embeddings, and of the output head.
-        tokens: "prompt", "critic_prompt" and "completion" of the whole run; a prompt counts per completion.
+        tokens: "prompt", "critic_prompt", "completion" and of these "sampled" of the whole run; a prompt counts per
+            completion.
         rollouts: their number, warm-up included.
     """
     actor, critic = (2 * sizes[0] * (tokens[p] + tokens["completion"]) for p in ("prompt", "critic_prompt"))
-    actor += 2 * sizes[1] * tokens["completion"]
+    actor += 2 * sizes[1] * tokens["sampled"]
     has_critic, steps = args.advantage_estimator == "gae", 1 - args.critic_warmup / rollouts
     passes = 1 + (args.policy_mode != "bypass") + 2 * args.num_ppo_epochs * steps
     passes += args.critic_update == "policy_aligned"
@@ -110,21 +120,24 @@ def operations(args: PPOConfig, sizes: tuple[int, int], tokens: dict[str, int], 
 class Measure(PPOCallback):
     """Keeps numbers of each rollout by name."""
 
-    def __init__(self, exact: Any):
-        self.exact, self.tokens = exact, {"prompt": 0, "critic_prompt": 0, "completion": 0}
+    def __init__(self, exact: Any, bounded: bool):
+        self.exact, self.bounded = exact, bounded
+        self.tokens = dict.fromkeys(("prompt", "critic_prompt", "completion", "sampled"), 0)
         self.found: dict[str, list[float]] = defaultdict(list)
 
     def on_rollout_end(self, args, state, control, *, rollout, transcript, metrics, **kwargs):
         mask = rollout.mask
         self.tokens["prompt"] += int(rollout.prompt_mask.sum())
         self.tokens["critic_prompt"] += int(rollout.read_by_critic[1].sum())
-        self.tokens["completion"] += int(mask.sum())
+        self.tokens["completion"] += int(rollout.real.sum())
+        self.tokens["sampled"] += int(mask.sum())
         numbers = {"reward": float(rollout.scores.mean()), "advantage_max": float(rollout.advantages.abs().max())}
         parts = {x: f"value/explained_variance{x.removeprefix('ev')}" for x in EXPLAINED}
         numbers |= {name: metrics[key] for name, key in parts.items() if key in metrics}
-        if rollout.values is not None:
+        if rollout.values is not None and self.bounded:
             outside = (rollout.values < -1e-4) | (rollout.values > 1 + 1e-4)
             numbers["outside"] = float(outside[mask].float().mean())
+        if rollout.values is not None:
             numbers["ev_of_returns"] = F.explained_variance(rollout.values, rollout.returns, mask)
         if rollout.values is not None and self.exact is not None:
             texts = [f"{p}{c}" for p, c in zip(transcript.prompts, transcript.completions, strict=True)]
@@ -196,7 +209,7 @@ class BenchTrainer(PPOTrainer):
 
 def base_of(name: str) -> str:
     if TASKS[name].draw is None:
-        return str(RECIPE / "base")
+        return str(TASKS[name].base)
     if not (BASES / name / "config.json").exists():
         build_base(TASKS[name], BASES / name)
     return str(BASES / name)
@@ -215,13 +228,14 @@ def run(key: Key) -> dict[str, Any]:
     """Train once, and return the line of the run."""
     task, layers = TASKS[key.task], NO_ATTENTION.get(key.method)
     train, test = datasets(task, with_answer="answer" in key.method)
-    measure = Measure(task.exact)
+    measure = Measure(task.exact, bounded=task.score is not None)
     with tempfile.TemporaryDirectory() as folder:
         args = config_of(key, folder)
         trainer_type = type("Trainer", (BenchTrainer,), {"age": key.staleness})
         trainer = trainer_type(
             model=base_of(key.task),
             reward_funcs=task.score,
+            environment_factory=task.environment,
             args=args,
             train_dataset=train,
             eval_dataset=test,
@@ -230,7 +244,7 @@ def run(key: Key) -> dict[str, Any]:
             callbacks=[measure],
         )
         trainer.remove_callback(PrinterCallback)
-        sizes = sizes_of(trainer.model.causal_lm.config)
+        sizes = sizes_of(trainer.model.causal_lm)
         before = trainer.accuracy()
         trainer.collector.sampler.fresh, began = False, time.process_time()
         trainer.train()
@@ -239,7 +253,7 @@ def run(key: Key) -> dict[str, Any]:
         return {
             **key._asdict(),
             "completions": rollouts * args.rollout_size_per_process,
-            "tokens": measure.tokens["completion"],
+            "tokens": measure.tokens["sampled"],
             "operations": float(f"{operations(args, sizes, measure.tokens, rollouts):.4g}"),
             "seconds": round(seconds, 1),
             "before": before,
@@ -248,10 +262,10 @@ def run(key: Key) -> dict[str, Any]:
         }
 
 
-def sizes_of(config: Any) -> tuple[int, int]:
-    """Return the sizes of a Llama without grouped queries."""
-    per_layer = 4 * config.hidden_size**2 + 3 * config.hidden_size * config.intermediate_size
-    return config.num_hidden_layers * per_layer, config.hidden_size * config.vocab_size
+def sizes_of(model: torch.nn.Module) -> tuple[int, int]:
+    """Return the weights of the layers' matrices, and of the output head."""
+    matrices = [x for x in model.named_parameters() if x[1].ndim == 2 and ".layers." in x[0] and "lora_" not in x[0]]
+    return sum(p.numel() for _, p in matrices), model.config.hidden_size * model.config.vocab_size
 
 
 def read() -> list[dict[str, Any]]:
@@ -333,15 +347,18 @@ def claims(lines: list[dict[str, Any]]) -> str:
 
 
 def short_report(lines: list[dict[str, Any]]) -> str:
-    """Return the page's table: methods that ran on several tasks, without those that change one part."""
-    runs = reported(lines)
-    rows = [["method", *(f"{task}, {x}" for task in TASKS for x in ("end", "p", "equal compute"))]]
+    """Return the page's two tables, of tiny and of larger tasks, without methods that change one part."""
     cells = {tuple(x.strip("| ").split(" | ")[:2]): x.strip("| ").split(" | ") for x in report(lines).splitlines()}
-    for method in METHODS:
-        found = [cells.get((task, method), ["–"] * 8) for task in TASKS]
-        if sum((task, method) in runs for task in TASKS) > 1 and not method.startswith(("PPO,", "PPO 1,", "PACT w")):
-            rows.append([method, *(x[column].replace(" ", "") for x in found for column in (4, 5, 7))])
-    return table(rows)
+    tables = []
+    for tasks in (TINY, [x for x in TASKS if x not in TINY]):
+        rows = [["method", *(f"{task}, {x}" for task in tasks for x in ("end", "p", "equal compute"))]]
+        for method in METHODS:
+            found = [cells.get((task, method)) for task in tasks]
+            if any(found) and not method.startswith(NOT_SHOWN):
+                of_task = (x or ["–"] * 8 for x in found)
+                rows.append([method, *(x[column].replace(" ", "") for x in of_task for column in (4, 5, 7))])
+        tables.append(table(rows))
+    return "\n".join(tables)
 
 
 def row_of(task: str, method: str, found: list[dict[str, Any]], budget: float, against: list[float]) -> list[str]:
@@ -367,19 +384,24 @@ def draw(lines: list[dict[str, Any]]) -> None:
     from matplotlib import pyplot
 
     runs = reported(lines)
-    figure, panels = pyplot.subplots(1, len(TASKS) + 1, figsize=(16, 4))
-    for task, panel in zip(TASKS, panels, strict=False):
-        for color, method in enumerate(METHODS):
-            if (found := runs[task, method]) and not method.startswith(("PPO,", "PPO 1,")):
-                step = mean(x["operations"] for x in found) / PARTS / 1e11
+    figure, grid = pyplot.subplots(2, 4, figsize=(16, 8))
+    *panels, of_heads, legend, rest = list(grid.flat)
+    shown = [method for method in METHODS if not method.startswith(NOT_SHOWN)]
+    for task, panel in zip(TASKS, panels, strict=True):
+        for color, method in enumerate(shown):
+            if found := runs[task, method]:
+                step = mean(x["operations"] for x in found) / PARTS
                 scores = [mean(x["reward"][part] for x in found) for part in range(PARTS)]
                 style = f"C{color % 10}{'--' if METHODS[method].get('advantage_estimator') else '-'}"
                 panel.plot([step * (n + 1) for n in range(PARTS)], scores, style, label=method)
-        panel.set(title=task, xlabel="operations, 1e11", ylabel="mean score of sampled completions")
-    panels[0].legend(fontsize=7)
+        panel.set(title=task, xlabel="operations", ylabel="mean score of sampled completions")
+    names = {label: line for panel in panels for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    legend.legend(names.values(), names.keys(), loc="center")
+    legend.axis("off")
+    rest.axis("off")
     heads = pandas.read_json(HEADS, lines=True).query("start == 'package'")
-    heads.pivot_table("error", "rate", "head").plot(ax=panels[-1], loglog=True, style="o-")
-    panels[-1].set(title="heads", xlabel="learning rate, 1e-3", ylabel="mean squared error to V")
+    heads.pivot_table("error", "rate", "head").plot(ax=of_heads, loglog=True, style="o-")
+    of_heads.set(title="heads", xlabel="learning rate, 1e-3", ylabel="mean squared error to V")
     figure.tight_layout()
     figure.savefig(FIGURE, metadata={"Date": None})
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +17,12 @@ from hfppo.rollout import Rollout
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPE = REPOSITORY / "recipes" / "arithmetic"
-sys.path.append(str(RECIPE))
+LAKE = REPOSITORY / "recipes" / "lake"
+SMOLLM2 = REPOSITORY / "out" / "smollm2"  # of recipes/build_smollm2.py
+sys.path += [str(REPOSITORY / "recipes" / name) for name in ("arithmetic", "lake", "reasoning")]
 import arithmetic  # noqa: E402
 import build_arithmetic_base as builder  # noqa: E402
+import lake_game  # noqa: E402
 
 CHAIN_TOKENS, CHAIN_SLIPS = 99, 0.02
 DELAYED_TOKENS = 100
@@ -31,9 +35,11 @@ class Task:
     """A task of the bench."""
 
     fields: dict[str, Any]  # of PPOConfig, the same for all methods
-    score: Callable[..., list[float]]
+    score: Callable[..., list[float]] | None  # None: the environment gives rewards
     rows: Callable[[], tuple[list[Row], list[Row]]]  # for training and for the evaluation
     draw: Callable[[Row, random.Random], str] | None = None  # a completion of the base; None: a shipped base
+    base: Path = RECIPE / "base"
+    environment: type | None = None
     exact: Callable[[Rollout, list[str]], tuple[Tensor, Tensor]] | None = None  # V and its mask, (B, T) each
     base_steps: int = 0  # of `build_base`
 
@@ -119,16 +125,43 @@ def arithmetic_rows() -> tuple[list[Row], list[Row]]:
     return train, test
 
 
+def lake_rows() -> tuple[list[Row], list[Row]]:
+    return [{"prompt": lake_game.PROMPT}], [{"prompt": lake_game.PROMPT}] * 512
+
+
+def sign_rows() -> tuple[list[Row], list[Row]]:
+    """Return sums and differences of two digits: the default task of recipes/reasoning/reasoning.py."""
+    import reasoning_tasks as tasks
+
+    digits = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    args = tasks.ReasoningArguments(task_config=digits)
+    train, test = (tasks.make_rows(drawn, 0, args) for drawn in tasks.draw_questions(args))
+    return train.to_list(), test.to_list()
+
+
+def score_sign(completions: list[list[dict[str, str]]], answer: list[str], **kwargs: Any) -> list[float]:
+    numbers = (re.findall(r"-?\d+", messages[-1]["content"]) for messages in completions)
+    return [float(found[-1:] == [a]) for found, a in zip(numbers, answer, strict=True)]
+
+
 STEPS = {"num_ppo_epochs": 1, "num_mini_batches": 4, "per_device_eval_batch_size": 512, "total_episodes": 2560}
 SHORT = {**STEPS, "per_device_train_batch_size": 32, "learning_rate": 1e-3, "max_completion_length": 12}
 LONG = {**STEPS, "per_device_train_batch_size": 16}  # 40 rollouts of 64 completions
 CHAIN = {**LONG, "learning_rate": 1e-3, "max_completion_length": CHAIN_TOKENS}
 DELAYED = {**LONG, "learning_rate": 2e-3, "max_completion_length": DELAYED_TOKENS}
+LAKES = {"num_ppo_epochs": 2, "num_mini_batches": 4, "per_device_eval_batch_size": 256, "total_episodes": 3072}
+LAKES |= {"per_device_train_batch_size": 8, "learning_rate": 2e-3, "max_completion_length": 192, "max_turn_length": 2}
+LAKES |= {"local_rollout_forward_batch_size": 256}
+SIGNS = {"num_ppo_epochs": 2, "num_mini_batches": 2, "per_device_eval_batch_size": 96, "total_episodes": 960}
+SIGNS |= {"per_device_train_batch_size": 32, "learning_rate": 2e-4, "max_completion_length": 12}
+SIGNS |= {"local_rollout_forward_batch_size": 32}
 
 TASKS = {
     "sums": Task(SHORT, arithmetic.right_answer, arithmetic_rows),
     "chain": Task(CHAIN, score_chain, chain_rows, draw_chain, exact_chain, base_steps=700),
     "delayed": Task(DELAYED, score_delayed, delayed_rows, draw_delayed, exact_delayed, base_steps=1200),
+    "lake": Task(LAKES, None, lake_rows, base=LAKE / "base", environment=lake_game.Lake),
+    "signs": Task(SIGNS, score_sign, sign_rows, base=SMOLLM2),
 }
 
 
