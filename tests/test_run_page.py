@@ -1,5 +1,6 @@
 """The page of a run: safe with any text, small, written as the run goes, and, in a browser, what it shows."""
 
+import random
 import re
 from dataclasses import replace
 from fnmatch import filter as match_names
@@ -71,6 +72,21 @@ def test_texts_are_data_and_never_markup(tmp_path, text):
     assert [read["name"], read["warnings"], read["settings"]] == [seen, [seen], {seen: seen}]
     assert read["traces"][0]["prompt"] == seen
     assert re.findall(r"https?://(?!www\.w3\.org/2000/svg)|url\(|@import|src=(?!x onerror)", made) == []
+
+
+def test_fuzzed_texts_are_data_and_never_markup(tmp_path):
+    draw, parts = (
+        random.Random(0),
+        [*NASTY, "</script", "<!--", "-->", "<svg/onload=", "javascript:", "\\", "\r\n", '"'],
+    )
+    texts = ["".join(draw.choices(parts, k=draw.randint(2, 6))) for _ in range(200)]
+    run = run_data("out", [trace(n, text, 0.0) for n, text in enumerate(texts)], warnings=texts)
+    run_page.write_page(file := tmp_path / "run.html", render_page([run]))
+    made, (read,) = file.read_text(), read_page(file)
+    assert made.count("<script>") == made.count("</script>") == 2
+    assert [part for part in ("<img", "<svg/", "<!--") if part in made] == []
+    assert read["warnings"] == [text.replace("\ud800", "?") for text in texts]
+    assert {one["prompt"] for one in read["traces"]} <= {*read["warnings"]}
 
 
 def test_every_chart_shows_metrics_that_are_logged():
