@@ -75,10 +75,8 @@ def test_texts_are_data_and_never_markup(tmp_path, text):
 
 
 def test_fuzzed_texts_are_data_and_never_markup(tmp_path):
-    draw, parts = (
-        random.Random(0),
-        [*NASTY, "</script", "<!--", "-->", "<svg/onload=", "javascript:", "\\", "\r\n", '"'],
-    )
+    draw = random.Random(0)
+    parts = [*NASTY, "</script", "<!--", "-->", "<svg/onload=", "javascript:", "\\", "\r\n", '"']
     texts = ["".join(draw.choices(parts, k=draw.randint(2, 6))) for _ in range(200)]
     run = run_data("out", [trace(n, text, 0.0) for n, text in enumerate(texts)], warnings=texts)
     run_page.write_page(file := tmp_path / "run.html", render_page([run]))
