@@ -42,8 +42,8 @@ class Sampler(Protocol):
         Args:
             prompts: token ids.
             seeds: one per prompt; a turn depends only on its own prompt and seed. None: greedy.
-            budgets: the maximum number of tokens of each turn; only given with tools or environments, whose turns may
-                follow. None: the configured limit.
+            budgets: the maximum number of tokens of each turn; only given with tools, environments or an agent, whose
+                turns may follow. None: the configured limit.
         """
 
 
