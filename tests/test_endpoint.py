@@ -506,11 +506,21 @@ def test_rewards_by_the_ids_of_answers(tmp_path, path):
     assert float(rollout.rewards[0].sum()) == 2.5
 
 
-def test_a_reward_for_no_answer_fails_the_episode(tmp_path, caplog):
-    trainer = saying_trainer(tmp_path, listening(lambda ask: ask() and {"chatcmpl-1": 1.0}))
-    rollout, *_ = collect(trainer, 2)
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        (lambda name: {"chatcmpl-1": 1.0}, "a reward to 'chatcmpl-1', which is the id of no answer in its episode"),
+        (lambda name: {name: "good"}, "the reward 'good'; return a finite number"),
+        (lambda name: {name: math.nan}, "the reward nan; return a finite number"),
+    ],
+)
+def test_rewards_by_id_that_cannot_be_used_fail_the_episode(tmp_path, caplog, rewards, message):
+    trainer = saying_trainer(tmp_path, listening(lambda ask: rewards(ask().json()["id"])))
+    rollout, _, metrics = collect(trainer, 2, training=True)
     assert rollout.scores.tolist() == [0.0, 1.0]
-    assert "agent gave a reward to 'chatcmpl-1', which is the id of no answer in its episode" in caplog.text
+    assert metrics["agent/failed_frac"] == 0.5
+    assert f"agent gave {message}" in caplog.text
+    assert all(math.isfinite(x) for name, x in metrics.items() if "turn" in name)
 
 
 def test_seeds_and_other_outputs(tmp_path):

@@ -219,9 +219,8 @@ def test_a_coding_harness_has_one_conversation(tmp_path, monkeypatch):
         reached = {"api_base": base_url, "api_key": api_key}
         model = models.LitellmModel(model_name="openai/policy", model_kwargs=reached, cost_tracking="ignore_errors")
         templates = {"system_template": "Use bash.", "instance_template": "{{task}}"}
-        return agents.DefaultAgent(model, environments.LocalEnvironment(cwd=str(tmp_path)), **templates).run(QUESTION)[
-            "submission"
-        ]
+        agent = agents.DefaultAgent(model, environments.LocalEnvironment(cwd=str(tmp_path)), **templates)
+        return agent.run(QUESTION)["submission"]
 
     # Its observations are longer than the model.
     long = {"positions": 20_000, "config": {"max_prompt_length": None, "max_completion_length": 2_000}}

@@ -106,7 +106,7 @@ class AgentPlayer(EpisodePlayer):
         episode.failed = error is not None or not called
         episode.counts["failed_agents"] = int(error is not None)
         episode.final_reward = value if isinstance(value, Real) else None
-        by_id = value if isinstance(value, Mapping) else {}
+        by_id = value if isinstance(value, Mapping) and error is None else {}
         episode.turn_rewards = {call.end: x for name, x in by_id.items() if (call := session.call_of(name))}
         episode.row = replace(episode.row, columns={**episode.row.columns, "outputs": value})
         return episode
