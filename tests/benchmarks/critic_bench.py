@@ -84,7 +84,7 @@ CLAIMS += [("PPO, α 1.5", "PPO 1"), ("PACT", "PACT without ratio"), ("PPO 1, dp
 CLAIMS += [("SAO", "PPO .9"), ("PPO 1", "PPO .9"), ("VAPO", "PPO 1")]
 CLAIMS += [("PPO 1, two critic epochs", "PPO 1"), ("PPO 1, no attention", "PPO 1")]
 CLAIMS += [("REINFORCE++, twice", "PPO 1"), ("REINFORCE++, twice", "PACT"), ("Dr. GRPO, twice", "PPO 1")]
-NOT_SHOWN = "PPO,", "PPO 1,", "PACT w", "RLOO", "VAPO", "BPCO +", "Dr. GRPO,"  # how methods begin that the page leaves out
+NOT_SHOWN = "PPO,", "PPO 1,", "PACT w", "RLOO", "VAPO", "BPCO +", "Dr. GRPO,"  # on the page, by their beginnings
 TINY = ["sums", "chain", "delayed"]
 QUICK = "sums", "REINFORCE++"
 
