@@ -10,15 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from helpers.agents import VOCAB_SIZE, end_of_turn_ids, talking_trainer
 from helpers.runs import count_digits, small_trainer, stops_at_kl
+from helpers.tiny import SHAPE
 from hfppo import AdaptiveKLCallback, PPOTrainer
 from hfppo.functional import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
 
 ROWS = Dataset.from_list([{"prompt": f"请问{'1+' * (a % 3)}{a}+{b}="} for a in range(4) for b in range(3, 11)])
-SHAPE = {
-    **{"vocab_size": 26, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
-    **{"num_attention_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.3},
-    **{"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0},
-}
 GROUPED_HEADS = {"num_key_value_heads": 1, "head_dim": 16}
 ARCHITECTURES = {
     **dict.fromkeys(("llama", "qwen3", "gemma2", "phi3"), GROUPED_HEADS),
@@ -140,7 +136,7 @@ def trainer_of(number: int, folder: Path | str, several: bool = False, **changed
         if fields["kl_estimator"] == "abs":
             fields["kl_estimator"] = "k2"
     talks = random.Random(-1 - number).random() < 0.3
-    shape = SHAPE | {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 256} if talks else SHAPE
+    shape = SHAPE | {"max_position_embeddings": 256 if talks else 64, "vocab_size": VOCAB_SIZE if talks else 26}
     set_seed(1)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **shape, **ARCHITECTURES[name]))
     model.generation_config.eos_token_id = end_of_turn_ids() if talks else list(range(1, 8))  # completions end early

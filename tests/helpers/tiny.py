@@ -27,22 +27,17 @@ CHAT_TEMPLATE = (
 )
 
 
+# Two layers, and random weights that are large enough for a distribution with some shape.
+SHAPE = {
+    **{"vocab_size": 26, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.3},
+    **{"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0},
+}
+
+
 def tiny_model(seed: int = 0, **config) -> LlamaForCausalLM:
-    """Two layers, random weights that are large enough for a distribution with some shape."""
     set_seed(seed)
-    defaults = {
-        "vocab_size": 26,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.3,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-    }
-    return LlamaForCausalLM(LlamaConfig(**{**defaults, **config}))
+    return LlamaForCausalLM(LlamaConfig(**{**SHAPE, **config}))
 
 
 def ragged_model() -> LlamaForCausalLM:
@@ -108,11 +103,7 @@ def tiny_opt(**more):
 UNUSUAL_LAYERS = {
     "mamba": {"state_size": 8, "time_step_rank": 4},
     "falcon_h1": {
-        "mamba_d_state": 8,
-        "mamba_n_heads": 4,
-        "mamba_d_head": 16,
-        "mamba_d_ssm": 64,
-        "mamba_chunk_size": 8,
+        **{"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_chunk_size": 8},
     },
     "nemotron_h": {
         **{"layer_types": ["mamba", "attention"], "ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 16},
@@ -120,7 +111,6 @@ UNUSUAL_LAYERS = {
     },
     "llama4_text": {"intermediate_size_mlp": 48, "num_local_experts": 2, "head_dim": 16, "attention_chunk_size": 16},
     "mllama_text_model": {"cross_attention_layers": [], "bos_token_id": 2},
-    **{"falcon": {}, "bloom": {}},
     "mpt": {"d_model": 32, "n_heads": 2, "n_layers": 2, "max_seq_len": 128},
     "bart": {
         **{"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 48},
@@ -133,10 +123,7 @@ UNUSUAL_LAYERS = {
 def tiny_of_type(name: str, **config) -> PreTrainedModel:
     """A causal language model of any architecture."""
     set_seed(0)
-    shape = {"vocab_size": 26, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128}
-    shape |= {"initializer_range": 0.3, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-    fields = {**shape, **UNUSUAL_LAYERS.get(name, {}), **config}
+    fields = {**SHAPE, "num_key_value_heads": 1, **UNUSUAL_LAYERS.get(name, {}), **config}
     if name == "mllama_text_model":
         return MllamaForCausalLM(MllamaTextConfig(**fields))
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **fields))
