@@ -24,7 +24,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from helpers.runs import PROMPTS, SMALL, count_digits, small_trainer
+from helpers.runs import PROMPTS, SMALL, assert_same_tensors, count_digits, small_trainer
 from helpers.tiny import LORA, lora, scorer, tiny_experts, tiny_model
 from hfppo import (
     AdaptiveKLCallback,
@@ -397,9 +397,7 @@ def test_a_refused_model_keeps_its_adapter(make_trainer, arguments):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises((TypeError, ValueError), match=r"peft_config|EOS|critic"):
         make_trainer(model=model, **arguments())
-    after = model.state_dict()
-    assert sorted(after) == sorted(before)
-    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert_same_tensors(model.state_dict(), before)
 
 
 def test_an_adapter_loaded_without_gradients_is_trained_on(make_trainer):

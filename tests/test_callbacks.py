@@ -3,10 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 from transformers import TrainerCallback
 
-from helpers.runs import logged, trained_state, untimed_logs
+from helpers.runs import assert_same_tensors, logged, trained_state, untimed_logs
 from helpers.tiny import ragged_model
 from hfppo import ClipMetricsCallback, PPOCallback, PPOControl
 from hfppo.callbacks import PASSED, call_event
@@ -67,11 +66,6 @@ def test_the_learning_rate_moves_towards_the_target(found, factor, expected):
     assert control.logs["clip/learning_rate_factor"] == pytest.approx(expected)
 
 
-class Halve(PPOCallback):
-    def on_rollout_end(self, args, state, control, **kwargs):
-        control.learning_rate_factor = 0.5
-
-
 def sets(changes: dict) -> PPOCallback:
     """A callback that sets these attributes of `control`."""
 
@@ -113,27 +107,19 @@ def test_such_a_callback_ends_the_run(make_trainer):
 
 def test_half_the_factor_is_half_the_actors_rate_and_not_the_critics(make_trainer):
     config = {"max_steps": 6, "critic_learning_rate": 2e-2, "learning_rate": 1e-2}
-    scaled = make_trainer(config, callbacks=[Halve()])
+    scaled = make_trainer(config, callbacks=[sets({"learning_rate_factor": 0.5})])
     scaled.train()
     plain = make_trainer({**config, "learning_rate": 5e-3})
     plain.train()
-    expected, found = trained_state(plain.model), trained_state(scaled.model)
-    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    assert_same_tensors(trained_state(scaled.model), trained_state(plain.model))
     for name in ("learning_rate", "critic_learning_rate"):
         assert logged(scaled, name) == logged(plain, name)
-
-
-class Raise(PPOCallback):
-    """Raises β after the first rollout."""
-
-    def on_rollout_end(self, args, state, control, **kwargs):
-        control.kl_coef = 5.0
 
 
 def test_a_callback_can_raise_beta_from_0(make_trainer):
     """From the second rollout on the reference is computed, and the KL counts in the rewards."""
     saving = {"max_steps": 12, "kl_coef": 0.0, "save_strategy": "steps", "save_steps": 6, "critic_layers": 1}
-    trainer = make_trainer(saving, callbacks=[Raise()])
+    trainer = make_trainer(saving, callbacks=[sets({"kl_coef": 5.0})])
     trainer.train()
     assert logged(trainer, "kl_coef") == [5.0, 5.0]
     assert min(map(abs, logged(trainer, "kl"))) > 0
@@ -141,7 +127,7 @@ def test_a_callback_can_raise_beta_from_0(make_trainer):
     assert first["rlhf_reward"] == pytest.approx(first["reward"])
     for log in others:
         assert log["rlhf_reward"] == pytest.approx(log["reward"] - 5 * log["kl"] * log["completions/mean_length"])
-    resumed = make_trainer(saving, callbacks=[Raise()])  # in the middle of the second rollout
+    resumed = make_trainer(saving, callbacks=[sets({"kl_coef": 5.0})])  # in the middle of the second rollout
     resumed.train(resume_from_checkpoint=f"{resumed.args.output_dir}/checkpoint-6")
     assert untimed_logs(resumed) == untimed_logs(trainer)
 

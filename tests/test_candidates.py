@@ -9,7 +9,7 @@ from datasets import Dataset
 from torch.testing import assert_close
 
 from helpers.agents import Chatter, talking_trainer
-from helpers.runs import final_state, logged, small_trainer, untimed_logs
+from helpers.runs import assert_same_end, logged, small_trainer, untimed_logs
 from helpers.scripted import collect_first, training_rows
 from helpers.tiny import scorer
 from hfppo.collect import candidates
@@ -176,8 +176,7 @@ def test_a_critic_that_explains_nothing_changes_nothing(make_trainer, monkeypatc
     runs = [make_trainer({"prompt_candidates": k}, train_dataset=SUMS) for k in (1, 4)]
     for run in runs:
         run.train()
-    expected, found = map(final_state, runs)
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert_same_end(*runs)
     plain, judged = map(untimed_logs, runs)
     assert plain == [{n: x for n, x in log.items() if not n.startswith("candidates/")} for log in judged]
     assert runs[0].ppo_state.uniform_scores == []

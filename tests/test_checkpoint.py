@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from helpers.runs import (
     assert_same_end,
     assert_same_run,
+    assert_same_tensors,
     count_digits,
     critic_state,
     logged,
@@ -171,11 +172,8 @@ def test_best_model_is_loaded_with_its_critic(make_trainer):
     trainer.train()
     assert trainer.state.best_global_step == 1
     best = Path(trainer.state.best_model_checkpoint)
-    of_critic, adapter = load_file(best / "critic/critic.safetensors"), load_file(best / "adapter_model.safetensors")
-    found = critic_state(trainer.model)
-    assert [name for name, tensor in found.items() if not torch.equal(tensor, of_critic[name])] == []
-    found = get_peft_model_state_dict(trainer.model)
-    assert [name for name, tensor in adapter.items() if not torch.equal(tensor, found[name])] == []
+    assert_same_tensors(critic_state(trainer.model), load_file(best / "critic/critic.safetensors"))
+    assert_same_tensors(get_peft_model_state_dict(trainer.model), load_file(best / "adapter_model.safetensors"))
 
 
 def test_a_resumed_run_has_the_rates_that_it_is_given(make_trainer):

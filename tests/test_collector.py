@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from helpers.runs import assert_same_run, count_digits, size_of
+from helpers.runs import assert_same_run, assert_same_tensors, count_digits, size_of
 from helpers.scripted import PROMPTS, Off, always, off_trainer
 from helpers.tiny import other_tokenizer, ragged_model, scorer, tiny_model
 from hfppo import functional as F
@@ -113,8 +113,5 @@ def test_the_default_dtype_changes_nothing(make_trainer, dtype):
         with default_dtype(used):
             rollouts.append(trainer.rollout(PROMPTS).stored_tensors())
             trainer.train()
-    expected, got = rollouts
-    assert expected.keys() == got.keys()
-    for name in expected:
-        assert_close(got[name], expected[name], rtol=0, atol=0, msg=name)
+    assert_same_tensors(*rollouts)
     assert_same_run(*trainers)

@@ -8,7 +8,7 @@ import torch
 from torch.nn.utils import parameters_to_vector
 from torch.testing import assert_close
 
-from helpers.runs import Keep, assert_same_run, critic_state, logged, stops_at_kl
+from helpers.runs import Keep, assert_same_run, assert_same_tensors, critic_state, logged, stops_at_kl
 from helpers.tiny import lora, scorer
 from hfppo import PPOCallback
 from hfppo.models.actor_critic import ActorCritic, TokenOutputs, Want
@@ -179,9 +179,7 @@ def test_a_critic_may_have_an_adapter_of_its_own(make_trainer, tmp_path):
     assert_same_run(trainer, resumed)
     trainer.save_model(str(tmp_path / "saved"))
     loaded = make_trainer(critic=str(tmp_path / "saved"))  # without the argument
-    found, expected = critic_state(loaded.model), critic_state(trainer.model)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert_same_tensors(critic_state(loaded.model), critic_state(trainer.model))
     assert loaded.model.critic.config() == trainer.model.critic.config()
     with pytest.raises(ValueError, match=r"contains a critic with .*'r': 2.*critic_peft_config"):
         make_trainer(critic=str(tmp_path / "saved"), critic_peft_config=lora(r=3))

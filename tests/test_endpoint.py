@@ -19,6 +19,7 @@ from transformers.utils import get_json_schema
 
 from helpers.agents import EOS, TALK, add, agent_trainer, call, collect, count_messages, talking_trainer, text_of
 from helpers.endpoint import Nodding, chat, listening, nodding, said, saying_trainer, wandering
+from helpers.runs import assert_same_tensors
 from hfppo import Command, TokenTraceCallback
 from hfppo.checks.engine import deepspeed_faults, whole_faults
 from hfppo.endpoint.anthropic import read_anthropic
@@ -139,8 +140,6 @@ REQUESTS = {
 
 
 def test_requests_and_their_status(tmp_path, caplog, capfd):
-    import httpx2
-
     caplog.set_level("DEBUG")
     found, forms = {}, []
 
@@ -194,12 +193,9 @@ def test_what_an_answer_says(tmp_path, caplog):
     trainer = saying_trainer(tmp_path, listening(play), say)
     rollout, transcript, _ = collect(trainer, 2)
     first = answers["first"]
-    assert first["choices"][0]["message"] == {"role": "assistant", "content": "ab"}
-    assert (first["object"], first["model"], first["choices"][0]["finish_reason"]) == (
-        "chat.completion",
-        "policy",
-        "stop",
-    )
+    (choice,) = first["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "ab"}
+    assert (first["object"], first["model"], choice["finish_reason"]) == ("chat.completion", "policy", "stop")
     prompt = len(trainer.processing_class("<user>go 0 <eos><assistant>")["input_ids"])
     assert first["usage"] == {"prompt_tokens": prompt, "completion_tokens": 3, "total_tokens": prompt + 3}
     assert answers["stopped"]["choices"][0]["message"]["content"] == "ab"
@@ -417,15 +413,12 @@ def test_training_on_conversations_resumes_to_the_bit(tmp_path, monkeypatch, con
         trainer = talking_trainer(tmp_path / name, given, environment_factory=None, agent=wandering)
         trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_model()
-    one, other = (adapter(tmp_path / name) for name in ("straight", "resumed"))
-    assert all(one[name].equal(other[name]) for name in one)
+    assert_same_tensors(adapter(tmp_path / "resumed"), adapter(tmp_path / "straight"))
     assert trainer.evaluate(TALK.select(range(3)))["eval_completions/mean_length"] > 0
 
 
 def test_a_client_that_asks_again_gets_the_answer_it_has_missed(tmp_path):
     """Recorded once; an answer that nobody reads is not recorded."""
-    import httpx2
-
     slow = threading.Event()
 
     def say(prompt):
@@ -455,8 +448,6 @@ def test_a_client_that_asks_again_gets_the_answer_it_has_missed(tmp_path):
 
 def test_a_call_whose_client_has_left_is_not_sampled(tmp_path):
     """The sampler answers row 1 meanwhile."""
-    import httpx2
-
     begun, slow = threading.Event(), threading.Event()
 
     def say(prompt):

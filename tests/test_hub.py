@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard
 
 from helpers.loopback_hub import LoopbackHub
 from helpers.processes import HELPERS, environment
+from helpers.runs import assert_same_tensors
 from helpers.tiny import tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
@@ -151,10 +152,7 @@ def test_training_goes_on_from_the_repository(trained, loaded):
 
 @pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
 def test_a_pushed_checkpoint_resumes_bit_for_bit(trained, loaded, strategy):
-    resumed = loaded[f"resumed {strategy}"]
-    assert resumed.keys() == trained["undisturbed"].keys()
-    for name, tensor in trained["undisturbed"].items():
-        assert torch.equal(resumed[name], tensor), name
+    assert_same_tensors(loaded[f"resumed {strategy}"], trained["undisturbed"])
 
 
 def test_a_revision_is_that_of_base_tokenizer_and_adapter(trained, loaded):

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from build_arithmetic_base import character_tokenizer
-from safetensors.torch import load_file
 
 from helpers.loopback_hub import LoopbackHub
 from helpers.processes import ROOT, run_python
+from helpers.runs import assert_same_tensors, saved_weights
 from helpers.tiny import ragged_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
@@ -48,10 +48,6 @@ def launch(hub: LoopbackHub, engine: str, folder: Path, **flags: str) -> subproc
     )
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "adapter_model.safetensors") | load_file(folder / "critic/critic.safetensors")
-
-
 @pytest.mark.parametrize(
     ("engine", "critic", "bf16"),
     [
@@ -75,8 +71,7 @@ def test_a_model_by_id_trains_saves_and_resumes(hub, tmp_path, engine, critic, b
     first = str(straight / "checkpoint-1")
     run = launch(hub, engine, tmp_path, output_dir=str(resumed), resume_from_checkpoint=first, **flags)
     assert run.returncode == 0, run.stderr
-    found, expected = weights(resumed), weights(straight)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert any(not torch.equal(weights(straight / "checkpoint-1")[name], tensor) for name, tensor in expected.items())
+    end, begun = saved_weights(straight), saved_weights(straight / "checkpoint-1")
+    assert_same_tensors(saved_weights(resumed), end)
+    assert any(not torch.equal(begun[name], tensor) for name, tensor in end.items())
     assert json.loads((straight / "after_greedy_results.json").read_text())["after_greedy_reward"] >= 0

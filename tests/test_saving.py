@@ -10,7 +10,7 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from helpers.runs import assert_same_end, critic_state, trained_state
+from helpers.runs import assert_same_end, assert_same_tensors, critic_state, trained_state
 from helpers.tiny import LORA, lora, scorer, tiny_model
 from hfppo import ActorCritic
 from hfppo.models.adapter_config import describe_adapter, find_differences
@@ -77,8 +77,7 @@ def test_training_goes_on_from_a_saved_adapter_with_it_as_reference(trained, mak
         )
         trainer.model.eval()
         assert_close(logits(trainer.model), logits(trained.model))
-        for name, tensor in critic_state(trained.model).items():
-            assert torch.equal(critic_state(trainer.model)[name], tensor), name
+        assert_same_tensors(critic_state(trainer.model), critic_state(trained.model))
         trainer.train()
         kl = [entry["kl_k3"] for entry in trainer.state.log_history if "kl_k3" in entry]
         assert kl[0] == 0.0
@@ -123,12 +122,7 @@ def test_detached_shared_critic_leaves_the_actor_to_the_policy_loss(make_trainer
     rollout = trainer.rollout(["1+2=", "3="])
     with torch.no_grad():
         trainer.model.critic.value_head.weight.fill_(1.0)  # zero at the start, which would hide the path to the actor
-    out = trainer.model(
-        input_ids=torch.cat([rollout.prompt_ids, rollout.completion_ids], dim=1),
-        attention_mask=torch.cat([rollout.prompt_mask, rollout.mask], dim=1),
-        completion_mask=rollout.mask,
-    )
-    out.values.square().sum().backward()
+    trainer.model(**rollout.joined(), completion_mask=rollout.mask).values.square().sum().backward()
     reached = any(p.grad is not None and p.grad.abs().sum() > 0 for p in trainer.model.actor_parameters())
     assert reached is not detach
     assert trainer.model.critic.value_head.weight.grad.abs().sum() > 0

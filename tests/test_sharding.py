@@ -14,11 +14,11 @@ import torch
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DistributedType
 from peft import LoraConfig
-from safetensors.torch import load_file
 from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType
 
 from helpers.fake_vllm import PeftVLLM
 from helpers.processes import HELPERS, TWO_PROCESSES, environment
+from helpers.runs import saved_weights
 from helpers.tiny import ragged_model
 from hfppo import TolerantReward
 from hfppo.checks.engine import check_engine
@@ -80,10 +80,6 @@ def launch(out: Path, critic: str, engine: str, fields: dict, *start: Path) -> s
     )
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "adapter_model.safetensors") | load_file(folder / "critic" / "critic.safetensors")
-
-
 @pytest.fixture(scope="module")
 def run_of(tmp_path_factory) -> Callable[..., tuple[Path, dict]]:
     """Have tests/helpers/sharded.py make a run, once; gives its folder and what it writes."""
@@ -128,12 +124,10 @@ def test_a_sharded_run_has_the_numbers_of_one_that_is_not_and_resumes(run_of, en
         for name, value in whole.items():
             assert entry[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
     for step, near in ((1, 1e-6), (2, 1e-6), (4, 1e-5)):  # a step's rounding grows in the next ones' gradients
-        found, expected = (weights(out / "straight" / f"checkpoint-{step}") for out in (sharded_out, ddp_out))
-        assert found.keys() == expected.keys()
-        for name, tensor in expected.items():
-            torch.testing.assert_close(found[name], tensor, rtol=0, atol=near)
+        found, expected = (saved_weights(out / "straight" / f"checkpoint-{step}") for out in (sharded_out, ddp_out))
+        torch.testing.assert_close(found, expected, rtol=0, atol=near)
     assert sharded["resumed"] == sharded["straight"]
-    first, resumed = (weights(sharded_out / name) for name in ("straight/checkpoint-1", "resumed/checkpoint-4"))
+    first, resumed = (saved_weights(sharded_out / name) for name in ("straight/checkpoint-1", "resumed/checkpoint-4"))
     assert all(torch.equal(resumed[name], tensor) for name, tensor in found.items())
     assert any(not torch.equal(first[name], tensor) for name, tensor in found.items())
 
@@ -145,10 +139,9 @@ def test_fsdp2_resumes_on_another_number_of_processes_and_not_on_another_engine(
         run = launch(tmp_path / other, "shared", other, fields, of_two)
         assert run.returncode == 0, run.stderr
         found, expected = (
-            weights(out / "checkpoint-4") for out in (tmp_path / other / "resumed", of_two / "straight")
+            saved_weights(out / "checkpoint-4") for out in (tmp_path / other / "resumed", of_two / "straight")
         )
-        for name, tensor in expected.items():
-            torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     run = launch(tmp_path, "shared", "ddp", fields, of_two)
     assert "was written with engine='FSDP', this run has 'DDP or one process', so it cannot resume" in run.stderr
 
@@ -157,7 +150,7 @@ def test_fsdp2_resumes_on_another_number_of_processes_and_not_on_another_engine(
 def test_engines_train_in_bfloat16(run_of, engine):
     """DeepSpeed turns all weights to that type, the value head's too; what the model gives stays float32."""
     out, found = run_of(engine, {"bf16": True})
-    first, last = (weights(out / "straight" / f"checkpoint-{n}") for n in (1, 4))
+    first, last = (saved_weights(out / "straight" / f"checkpoint-{n}") for n in (1, 4))
     assert last["value_head.weight"].dtype == (torch.float32 if engine == "fsdp2" else torch.bfloat16)
     assert all(not torch.equal(first[name], tensor) for name, tensor in last.items())
     losses = [entry["loss"] for entry in found["straight"] if "loss" in entry]
@@ -179,7 +172,7 @@ def test_deepspeed_clips_at_max_grad_norm(run_of):
     for norm in (0.0, 0.05):
         fields = {"max_grad_norm": norm, "optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant"}
         out, found = run_of("zero2", fields)
-        before, after = (weights(out / "straight" / f"checkpoint-{n}") for n in (1, 2))
+        before, after = (saved_weights(out / "straight" / f"checkpoint-{n}") for n in (1, 2))
         moved[norm] = sum(float((after[name] - x).square().sum()) for name, x in before.items()) ** 0.5
         norms = [entry["grad_norm"] for entry in found["straight"] if "grad_norm" in entry]
         assert norms[1] > 0.1
@@ -234,7 +227,7 @@ def test_a_run_ends_with_actor_and_critic_of_the_best_checkpoint(run_of, engine)
     out, found = run_of(engine, {**PIECES, **best, "eval_steps": 1})
     assert Path(found["best"]).name != "checkpoint-4"
     end, expected, last = (
-        weights(folder) for folder in (out / "end", Path(found["best"]), out / "straight/checkpoint-4")
+        saved_weights(folder) for folder in (out / "end", Path(found["best"]), out / "straight/checkpoint-4")
     )
     assert all(torch.equal(end[name], tensor) for name, tensor in expected.items())
     assert any(not torch.equal(last[name], tensor) for name, tensor in expected.items())

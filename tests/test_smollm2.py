@@ -14,6 +14,7 @@ from build_smollm2 import GGUF, BuildArguments, main
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from helpers.runs import assert_same_tensors
 from helpers.tiny import tiny_model
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -90,8 +91,7 @@ def test_the_folder_is_a_plain_chat_model(tmp_path, monkeypatch):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     assert model.dtype == torch.float32
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
-    assert model.state_dict().keys() == weights.keys()
-    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights.items())
+    assert_same_tensors(model.state_dict(), weights)
     assert tokenizer.eos_token == "<|im_end|>"
     ids = {model.config.eos_token_id, model.generation_config.eos_token_id, tokenizer.eos_token_id}
     assert ids == {2}

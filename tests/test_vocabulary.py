@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from helpers.runs import critic_state, digest, small_trainer
+from helpers.runs import assert_same_tensors, critic_state, digest, small_trainer
 from helpers.tiny import scorer, tiny_model
 from hfppo import PPOTrainer, TokenTable
 from hfppo.models.actor_critic import ActorCritic
@@ -114,8 +114,7 @@ def test_the_folder_as_reference(run, tmp_path):
 def test_the_folder_as_critic(run, tmp_path):
     folder = {"output_dir": str(tmp_path)}
     again = run.make(resized(run.base, run.size), folder, peft_config=run.config, critic=run.folder)
-    before, now = (critic_state(x.model) for x in (run.trainer, again))
-    assert all(torch.equal(before[name], now[name]) for name in before)
+    assert_same_tensors(critic_state(again.model), critic_state(run.trainer.model))
 
 
 def test_a_resumed_run_whose_new_rows_begin_elsewhere(run, tmp_path):
@@ -124,8 +123,7 @@ def test_a_resumed_run_whose_new_rows_begin_elsewhere(run, tmp_path):
     trainer = run.make(base, {"output_dir": str(tmp_path)}, peft_config=run.config)
     trainer.train(resume_from_checkpoint=True)
     assert_is_the_run(run, trainer.model)
-    before, now = (critic_state(x.model) for x in (run.trainer, trainer))
-    assert all(torch.equal(before[name], now[name]) for name in before)
+    assert_same_tensors(critic_state(trainer.model), critic_state(run.trainer.model))
 
 
 def test_rows_of_a_cached_base_are_saved_offline(tmp_path, monkeypatch):

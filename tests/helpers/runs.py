@@ -2,13 +2,14 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from build_arithmetic_base import character_tokenizer
 from datasets import Dataset
+from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
 from helpers.tiny import CHAT_TEMPLATE, LORA, tiny_model
@@ -83,11 +84,15 @@ class Keep(PPOCallback):
         self.metrics.append(metrics)
 
 
+def assert_same_tensors(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """Both have the same names, and under each the same bits."""
+    assert found.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])] == []
+
+
 def assert_same_run(expected: PPOTrainer, found: PPOTrainer) -> None:
     """Weights, moments, PPO's state and logs are equal to the last bit."""
-    weights, others = final_state(expected), final_state(found)
-    assert weights.keys() == others.keys()
-    assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
+    assert_same_end(found, expected)
     assert found.ppo_state == expected.ppo_state
     assert logs(found) == logs(expected)
 
@@ -121,6 +126,11 @@ def frozen_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
 def critic_state(model: ActorCritic) -> dict[str, torch.Tensor]:
     """The critic's trained weights, by their names in its file."""
     return {saved: model.get_parameter(name).detach() for saved, name in model.critic_names().items()}
+
+
+def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The trained weights of actor and critic in a saved folder."""
+    return load_file(folder / "adapter_model.safetensors") | load_file(folder / "critic/critic.safetensors")
 
 
 def critic_values(model: ActorCritic, ids: torch.Tensor) -> torch.Tensor:
@@ -176,6 +186,4 @@ def gradients(trainer, rollout: Rollout, num_micro_batches: int) -> dict[str, to
 
 def assert_same_end(trainer, expected) -> None:
     """Both runs end with the same trained weights and moments of the optimizer, bit for bit."""
-    got, wanted = final_state(trainer), final_state(expected)
-    assert got.keys() == wanted.keys()
-    assert [name for name, tensor in wanted.items() if not torch.equal(tensor, got[name])] == []
+    assert_same_tensors(final_state(trainer), final_state(expected))
