@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 from build_arithmetic_base import character_tokenizer
 
-from helpers.processes import ROOT, environment
+from helpers.processes import ROOT, environment, free_port
 from helpers.runs import read_log
 from helpers.tiny import tiny_model
 
@@ -56,9 +55,7 @@ def start(tmp_path: Path):
     for name, text in COMMANDS.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / "bin" / name).chmod(0o755)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
 
     def started(script: str) -> subprocess.Popen:

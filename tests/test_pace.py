@@ -4,12 +4,9 @@ Tools wait for each other, not for the clock: a loop that does anything in anoth
 """
 
 import asyncio
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -31,7 +28,7 @@ from helpers.agents import (
     count_messages,
     tool,
 )
-from helpers.processes import HELPERS, TWO_PROCESSES, environment
+from helpers.processes import FSDP2, run_two_processes
 from hfppo import TextEnvironment
 from hfppo.environments import episodes
 from hfppo.generation.generate import TransformersSampler
@@ -373,16 +370,11 @@ def test_a_draw_from_global_random_numbers_is_told(play, caplog):
 @pytest.mark.nightly
 def test_processes_of_a_sharded_model_make_equally_many_calls(tmp_path):
     """The first has shorter episodes, and the tools of both take other times."""
-    fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
-    fsdp |= {"FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
     results = {}
     for seconds in ("0", "0.3"):
         out = tmp_path / seconds
         out.mkdir()
-        command = [sys.executable, *TWO_PROCESSES, str(HELPERS / "sharded_episodes.py"), str(out), seconds]
-        done = subprocess.run(command, env=environment(**fsdp), capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        results[seconds] = [json.loads((out / f"result_{rank}.json").read_text()) for rank in range(2)]
+        results[seconds] = run_two_processes("sharded_episodes.py", out, seconds, **FSDP2)
     for first, second in results.values():
         assert first["sharded"]
         assert len(first["calls"]) == len(second["calls"])

@@ -1,11 +1,10 @@
 """What the processes of a run are given is compared before anything is sampled."""
 
-import json
 import re
 
 import pytest
 
-from helpers.processes import HELPERS, TWO_PROCESSES, run_python
+from helpers.processes import run_two_processes
 from hfppo.support import processes
 from hfppo.support.processes import check_alike
 
@@ -20,10 +19,7 @@ def test_a_difference_is_named_with_hosts_and_values(monkeypatch):
 @pytest.fixture(scope="module")
 def said(tmp_path_factory) -> list[dict[str, str]]:
     """What the processes of tests/helpers/unlike_processes.py say; "" if they go on."""
-    out = tmp_path_factory.mktemp("unlike")
-    finished = run_python(*TWO_PROCESSES, HELPERS / "unlike_processes.py", out)
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    return [json.loads((out / f"result_{rank}.json").read_text()) for rank in range(2)]
+    return run_two_processes("unlike_processes.py", tmp_path_factory.mktemp("unlike"))
 
 
 WORDS = {

@@ -4,7 +4,6 @@ import functools
 import json
 import math
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from peft import LoraConfig
 from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType
 
 from helpers.fake_vllm import PeftVLLM
-from helpers.processes import HELPERS, TWO_PROCESSES, environment
+from helpers.processes import FSDP2, HELPERS, TWO_PROCESSES, run_python
 from helpers.runs import saved_weights
 from helpers.tiny import ragged_model
 from hfppo import TolerantReward
@@ -25,15 +24,6 @@ from hfppo.checks.engine import check_engine
 from hfppo.rewards.model import RewardAdapter
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
-FSDP2 = {
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-}
-
-
 ENVIRONMENT = {
     "ddp": {},
     "ddp of 4": {},
@@ -61,23 +51,8 @@ PIECES, UNCLIPPED = {**SMOOTH, "max_tokens_per_micro_batch": 14}, {**SMOOTH, "ma
 
 
 def launch(out: Path, critic: str, engine: str, fields: dict, *start: Path) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [
-            sys.executable,
-            *TWO_PROCESSES[:-1],
-            PROCESSES.get(engine, "2"),
-            str(HELPERS / "sharded.py"),
-            str(out),
-            critic,
-            engine,
-            json.dumps(fields),
-            *map(str, start),
-        ],
-        env=environment(**ENVIRONMENT[engine]),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = [*TWO_PROCESSES[:-1], PROCESSES.get(engine, "2"), HELPERS / "sharded.py"]
+    return run_python(*command, out, critic, engine, json.dumps(fields), *start, **ENVIRONMENT[engine])
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,6 @@ import asyncio
 import itertools
 import json
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import get_args
@@ -19,7 +17,7 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from helpers.processes import HELPERS, environment
+from helpers.processes import HELPERS, run_python
 from helpers.runs import Keep, assert_same_end, digest, frozen_tensors
 from helpers.tiny import LORA
 from helpers.vllm_runs import ENGINE, PROMPTS, Server, save_base
@@ -216,8 +214,7 @@ def test_a_killed_server_ends_the_run_within_the_limit_and_the_checkpoint_resume
 def test_runs_killed_while_a_server_samples_ahead_come_back_bit_for_bit():
     """Kills of the trainer right after it has sent an adapter, at any other moment, and with the server."""
     options = ["--seed", "3", "--kills", "5", "--variants", "server ahead"]
-    chaos = [sys.executable, str(HELPERS / "chaos.py"), *options]
-    found = subprocess.run(chaos, env=environment(), capture_output=True, text=True, timeout=500)
+    found = run_python(HELPERS / "chaos.py", *options, timeout=500)
     assert found.returncode == 0, found.stdout + found.stderr[-3000:]
     counts = json.loads(found.stdout)
     assert counts["kills after publishing"] > 0

@@ -18,7 +18,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -38,7 +37,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from helpers.agents import Chatter, talking_trainer
 from helpers.endpoint import wandering
-from helpers.processes import HELPERS, freeze_imports
+from helpers.processes import HELPERS, free_port, freeze_imports
 from helpers.runs import SMALL, final_state, logs, small_trainer, stops_at_kl
 from helpers.tiny import LORA, tiny_model
 from helpers.vllm_runs import Server, save_base
@@ -237,9 +236,7 @@ def run(
     seconds: float | None = None,
 ) -> list | None:
     """What the processes of a run leave; None if it was killed, at a moment of one or after some seconds."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     victim = random.randrange(world)
     pids = []
     for rank in range(world):

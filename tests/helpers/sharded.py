@@ -26,24 +26,14 @@ freeze_imports()
 OUT, CRITIC, ENGINE, FIELDS = Path(sys.argv[1]), sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
 PRIVILEGED = CRITIC == "privileged"
 # accelerate shards over GPUs alone, though torch and DeepSpeed can over CPUs as well.
-KINDS = {
-    "fsdp2": "MULTI_GPU",
-    "fsdp2 of 1": "MULTI_GPU",
-    "fsdp2 of 4": "MULTI_GPU",
-    "hsdp": "MULTI_GPU",
-    "zero2": "DEEPSPEED",
-    "zero3": "DEEPSPEED",
-}
+KINDS = dict.fromkeys(("fsdp2", "fsdp2 of 1", "fsdp2 of 4", "hsdp"), "MULTI_GPU")
+KINDS |= dict.fromkeys(("zero2", "zero3"), "DEEPSPEED")
 CONFIG = {
     **SMALL,
     **{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_mini_batches": 1, "max_steps": 4},
     **{"save_strategy": "steps", "save_steps": 1, "logging_steps": 1, "kl_loss_coef": 0.1, "entropy_coef": 0.01},
-    **{
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "per_device_eval_batch_size": 4,
-        "local_rollout_forward_batch_size": 1,
-    },
+    **{"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4},
+    "local_rollout_forward_batch_size": 1,
     **FIELDS,
 }
 DATASET = Dataset.from_list([{"prompt": f"{'请问' * a}{a}+{b}="} for a in range(4) for b in range(3, 7)])

@@ -3,7 +3,6 @@
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from build_arithmetic_base import character_tokenizer
 from datasets import Dataset
 from transformers import GenerationConfig
 
+from helpers.processes import free_port
 from helpers.tiny import tiny_model
 
 # Read when vLLM is imported, and by the servers that are started here.
@@ -48,9 +48,7 @@ class Server:
     """
 
     def __init__(self, command: str, log: Path):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         variable, python, *arguments = shlex.split(command)
         assert python == "python"
         self.environment = os.environ | dict([variable.split("=", 1)])
