@@ -21,6 +21,7 @@ from helpers import agents
 from helpers.http_server import Answer, Server
 from helpers.processes import freeze_imports
 from helpers.runs import SUMS, chat_tokenizer, small_trainer
+from helpers.tiny import tiny_model
 from hfppo import PPOCallback, PPOConfig, PPOTrainer, RunPageCallback
 
 
@@ -76,6 +77,14 @@ def make_trainer(tmp_path: Path, tokenizer, dataset):
 def make_agent(tmp_path: Path):
     """Build a small trainer with tools or an environment; see `agent_trainer`."""
     return partial(agents.agent_trainer, tmp_path / "out")
+
+
+@pytest.fixture
+def base_path(tmp_path: Path, tokenizer) -> str:
+    """A base on disk, as users have it."""
+    tiny_model().save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    return str(tmp_path / "base")
 
 
 @pytest.fixture(scope="session")

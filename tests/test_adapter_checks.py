@@ -56,24 +56,21 @@ def test_an_adapter_that_fits_no_layer(targets):
         ActorCritic(tiny_model(), LoraConfig(target_modules=targets, task_type="CAUSAL_LM"))
 
 
-def test_a_trained_adapter_that_wrote_into_its_base(make_trainer, tmp_path):
+def test_a_trained_adapter_that_wrote_into_its_base(make_trainer, tmp_path, base_path):
     """Loading it writes again, so its disabled state is no base of anybody."""
-    tiny_model().save_pretrained(tmp_path / "base")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(base_path)
     get_peft_model(base, copy.deepcopy(WRITES["KaSA"])).save_pretrained(tmp_path / "adapter")
     with pytest.raises(ValueError, match="peft_config changes the base"):
         make_trainer(model=str(tmp_path / "adapter"), peft_config=None)
 
 
-def test_a_reward_adapter_that_writes_into_the_actors_base(make_trainer, tmp_path, tokenizer):
-    base = str(tmp_path / "base")
-    tiny_model().save_pretrained(base)
+def test_a_reward_adapter_that_writes_into_the_actors_base(make_trainer, tmp_path, base_path, tokenizer):
     config = LoraConfig(kasa_config=KasaConfig(), target_modules=["q_proj"], task_type="SEQ_CLS")
-    classifier = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    classifier = AutoModelForSequenceClassification.from_pretrained(base_path, num_labels=1)
     get_peft_model(classifier, config).save_pretrained(tmp_path / "reward")
     tokenizer.save_pretrained(tmp_path / "reward")
     with pytest.raises(ValueError, match=r"the reward adapter '.*reward' changes the base"):
-        make_trainer(model=base, reward_funcs=str(tmp_path / "reward"))
+        make_trainer(model=base_path, reward_funcs=str(tmp_path / "reward"))
 
 
 @pytest.mark.parametrize("config", NOISY, ids=["MonteCLoRA", "PVeRA"])

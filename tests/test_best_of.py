@@ -7,18 +7,15 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from helpers.tiny import tiny_model
-
 PROMPT = "请问1+2="
 
 
 @pytest.fixture
-def trained(make_trainer, tmp_path):
+def trained(make_trainer, base_path):
     """Return a maker of trained trainers, whose folder and base lie on disk."""
 
     def train(critic="adapter", **config):
-        tiny_model().save_pretrained(tmp_path / "base")
-        trainer = make_trainer({"max_steps": 4, **config}, model=str(tmp_path / "base"), critic=critic)
+        trainer = make_trainer({"max_steps": 4, **config}, model=base_path, critic=critic)
         trainer.train()
         trainer.save_model()
         return trainer

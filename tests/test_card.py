@@ -9,8 +9,6 @@ from markdown_it import MarkdownIt
 from transformers import TrainerState, modelcard
 
 from helpers.runs import SMALL, count_digits
-from helpers.tiny import tiny_model
-from hfppo import PPOConfig
 from hfppo.reporting.card import last_evaluations
 from hfppo.saving.manifest import find_damage
 
@@ -129,11 +127,10 @@ def test_text_of_users_stays_text(make_trainer, tmp_path, name):
     assert not any(part.type.startswith("html") for token in tokens(card) for part in (token, *(token.children or [])))
 
 
-def test_local_base_is_no_base_model_of_the_hub(make_trainer, tmp_path, monkeypatch):
-    tiny_model().save_pretrained(tmp_path / "base")
-    trainer = make_trainer(model=str(tmp_path / "base"))
+def test_local_base_is_no_base_model_of_the_hub(make_trainer, tmp_path, base_path, monkeypatch):
+    trainer = make_trainer(model=base_path)
     monkeypatch.chdir(tmp_path)
-    for name in (str(tmp_path / "base"), "base"):
+    for name in (base_path, "base"):
         trainer.model.config.name_or_path = name
         trainer.save_model()
         trainer.create_model_card()
@@ -148,7 +145,7 @@ def test_local_base_is_no_base_model_of_the_hub(make_trainer, tmp_path, monkeypa
     assert "[team/base](https://huggingface.co/team/base)" in card.text
 
 
-def test_evaluations_are_those_of_the_saved_weights():
+def test_evaluations_are_those_of_the_saved_weights(config):
     """Step 2 was the best, and its weights were taken back at the end; what came after them counts again."""
 
     def entry(name: str, step: int, reward: float) -> dict:
@@ -163,11 +160,7 @@ def test_evaluations_are_those_of_the_saved_weights():
     ]
     state = TrainerState(log_history=history, best_global_step=3, global_step=4)  # step 3 was not saved
     state.best_model_checkpoint = "some-where/checkpoint-2"
-    last = PPOConfig(use_cpu=True, report_to="none")
-    best = PPOConfig(
-        use_cpu=True, report_to="none", load_best_model_at_end=True, eval_strategy="steps", eval_steps=500
-    )
-
+    last, best = config(), config(load_best_model_at_end=True, eval_strategy="steps", eval_steps=500)
     ended = {"eval": {"step": 4, "reward": 0.1}, "test": {"step": 4, "reward": 0.8}}
     assert last_evaluations(state, last) == ended
     assert last_evaluations(state, best) == {**ended, "eval": {"step": 2, "reward": 0.9}}

@@ -114,9 +114,8 @@ def test_a_checkpoint_of_a_resumed_run_has_the_date_of_its_start(make_dated, tmp
         assert saved["run"]["date"] == "2026-05-07"
 
 
-def test_a_checkpoint_shows_what_its_run_saw(make_dated, tmp_path, clock):
-    tiny_model().save_pretrained(tmp_path / "base")
-    trainer = make_dated({"max_steps": 1}, model=str(tmp_path / "base"))
+def test_a_checkpoint_shows_what_its_run_saw(make_dated, tmp_path, base_path, clock):
+    trainer = make_dated({"max_steps": 1}, model=base_path)
     trainer.train()
     checkpoint = tmp_path / "out/checkpoint-1"
     clock(8)

@@ -339,11 +339,10 @@ def test_dictionaries_can_be_json(config, field):
     assert getattr(config(), field) is None
 
 
-def test_model_init_kwargs_reach_the_model(make_trainer, tmp_path):
-    tiny_model().save_pretrained(tmp_path / "base")
-    trainer = make_trainer({"model_init_kwargs": '{"attn_implementation": "eager"}'}, model=str(tmp_path / "base"))
+def test_model_init_kwargs_reach_the_model(make_trainer, base_path):
+    trainer = make_trainer({"model_init_kwargs": '{"attn_implementation": "eager"}'}, model=base_path)
     assert trainer.model.causal_lm.config._attn_implementation == "eager"
-    assert make_trainer(model=str(tmp_path / "base")).model.causal_lm.config._attn_implementation != "eager"
+    assert make_trainer(model=base_path).model.causal_lm.config._attn_implementation != "eager"
 
 
 def example_of(owner: type) -> str:

@@ -74,16 +74,15 @@ def test_a_head_that_never_writes_a_token(make_trainer, fields):
 
 
 @pytest.mark.parametrize("critic", ["adapter", "shared", "a model by its path"])
-def test_an_attention_that_wants_half_precision_runs_by_path(make_trainer, dataset, tmp_path, monkeypatch, critic):
+def test_an_attention_that_wants_half_precision_runs_by_path(make_trainer, dataset, base_path, monkeypatch, critic):
     """It raises in float32 without autocast, as flash attention does: so no forward may run outside of it."""
     monkeypatch.setattr(layout, "PACKING_ATTENTION", "halves")
     monkeypatch.setattr(layout, "_tried", {})
     seen = register_attention("halves", lambda query: torch.is_autocast_enabled("cpu"))
-    tiny_model().save_pretrained(tmp_path / "base")
     attention = {"attn_implementation": "halves"}
     fields = {"bf16": True, "max_steps": 2, "model_init_kwargs": attention}
-    critic = str(tmp_path / "base") if critic.startswith("a model") else critic
-    trainer = make_trainer(fields, model=str(tmp_path / "base"), critic=critic, eval_dataset=dataset)
+    critic = base_path if critic.startswith("a model") else critic
+    trainer = make_trainer(fields, model=base_path, critic=critic, eval_dataset=dataset)
     assert seen == []
     trainer.evaluate()
     trainer.train()

@@ -34,11 +34,7 @@ def right(model, text: str, tokenizer=None) -> float:
 
 def after_steps(model, prompt: str) -> list[float]:
     """By the definition: what the model says of the three steps of `WRITTEN`, each read with its separator."""
-    return [
-        right(model, prompt + "1+1，"),
-        right(model, prompt + "1+1，2，"),
-        right(model, prompt + "1+1，2，等于3，"),
-    ]
+    return [right(model, prompt + read) for read in ("1+1，", "1+1，2，", "1+1，2，等于3，")]
 
 
 def policy_of(*tokens: str) -> PreTrainedTokenizerFast:
@@ -200,14 +196,13 @@ def test_options_that_do_not_fit_are_refused(labels, options, message):
         ProcessRewardModel(judge(labels), other_tokenizer("right", "<void>"), **options)
 
 
-def test_what_cannot_be_judged_is_refused_before_sampling(make_trainer, make_agent, tmp_path):
+def test_what_cannot_be_judged_is_refused_before_sampling(make_trainer, make_agent, tmp_path, base_path):
     reward = ProcessRewardModel(judge(), other_tokenizer("right", "<void>"))
     with pytest.raises(ValueError, match="rewards the steps of one turn, but completions with tools or an env"):
         make_agent(environment_factory=Doors, reward_funcs=reward)
     with pytest.raises(ValueError, match="processing_class, a object, does not have it"):
         reward.check(object(), several_turns=False)
-    tiny_model().save_pretrained(tmp_path / "base")
-    base = LlamaForTokenClassification.from_pretrained(tmp_path / "base", num_labels=2)
+    base = LlamaForTokenClassification.from_pretrained(base_path, num_labels=2)
     config = LoraConfig(r=2, target_modules=["q_proj"], task_type="TOKEN_CLS")
     PeftModelForTokenClassification(base, config).save_pretrained(tmp_path / "adapter")
     with pytest.raises(ValueError, match="adapter' rewards tokens, which needs a model of its own; merge the adapter"):

@@ -174,13 +174,10 @@ def test_a_reward_model_goes_to_the_trainers_device(tmp_path, given, at, trainer
 
 
 def test_adapter_on_the_actors_base_scores_like_the_merged_model_and_costs_itself(
-    make_trainer, tmp_path, tokenizer, caplog
+    make_trainer, tmp_path, base_path, tokenizer, caplog
 ):
-    tiny_model().save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
-    base = str(tmp_path / "base")
     config = LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS", init_lora_weights=False)
-    classifier = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    classifier = AutoModelForSequenceClassification.from_pretrained(base_path, num_labels=1)
     trained = PeftModelForSequenceClassification(classifier, config)
     torch.nn.init.normal_(trained.get_base_model().score.modules_to_save["default"].weight)
     trained.save_pretrained(tmp_path / "adapter")
@@ -188,7 +185,7 @@ def test_adapter_on_the_actors_base_scores_like_the_merged_model_and_costs_itsel
     merged = RewardModel(trained.merge_and_unload(), tokenizer)
 
     caplog.clear()
-    trainer = make_trainer({"max_steps": 4}, model=base, reward_funcs=str(tmp_path / "adapter"), peft_config=LORA)
+    trainer = make_trainer({"max_steps": 4}, model=base_path, reward_funcs=str(tmp_path / "adapter"), peft_config=LORA)
     assert "num_labels" not in caplog.text
     reward = trainer.collector.rewards.funcs[0]
     assert isinstance(reward, RewardAdapter)
@@ -203,7 +200,7 @@ def test_adapter_on_the_actors_base_scores_like_the_merged_model_and_costs_itsel
     assert reward.score(TEXTS) == before, "training the actor must not change the reward"
 
     tolerant = TolerantReward(str(tmp_path / "adapter"))
-    (wrapper,) = make_trainer(model=base, reward_funcs=tolerant, peft_config=LORA).collector.rewards.funcs
+    (wrapper,) = make_trainer(model=base_path, reward_funcs=tolerant, peft_config=LORA).collector.rewards.funcs
     assert wrapper.func.score(TEXTS) == before
 
     assert moves_with_what_it_shares(reward)

@@ -20,14 +20,6 @@ PROMPT = torch.tensor([[14, 15, 2, 12, 5, 13]])
 
 
 @pytest.fixture
-def base_path(tmp_path: Path, tokenizer) -> str:
-    """A base on disk, as users have it."""
-    tiny_model().save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
-    return str(tmp_path / "base")
-
-
-@pytest.fixture
 def trained(make_trainer, base_path, tmp_path):
     trainer = make_trainer(model=base_path, processing_class=None)
     trainer.train()
