@@ -10,10 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 from helpers.processes import HELPERS, run_python
-from helpers.runs import SMALL, assert_same_end, count_digits, read_log, small_trainer
+from helpers.runs import SMALL, Killed, assert_same_end, count_digits, read_log, small_trainer
 from helpers.tiny import tiny_model
 from hfppo import PPOCallback, PPOTrainer
 from hfppo.saving.checkpoint_folders import find_last_intact, finish_renames, publish, rotate
@@ -275,13 +275,8 @@ def test_an_output_folder_may_be_called_as_a_kind_of_critic(make_trainer, tmp_pa
 
 
 def test_ctrl_c_ends_with_the_way_back(make_trainer, tmp_path):
-    class CtrlC(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 2:
-                raise KeyboardInterrupt  # a signal does nothing in a process that a script has put into the background
-
     with pytest.raises(KeyboardInterrupt) as pressed:
-        make_trainer(CONFIG, callbacks=[CtrlC()]).train()
+        make_trainer(CONFIG, callbacks=[Killed(3)]).train()
     how = "resume_from_checkpoint=True, or a recipe with --resume_from_checkpoint true"
     note = f"The last checkpoint is {tmp_path}/out/checkpoint-2: resume with {how}."
     assert traceback.format_exception(pressed.value)[-1] == f"{note}\n"

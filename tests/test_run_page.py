@@ -7,8 +7,8 @@ from fnmatch import filter as match_names
 from pathlib import Path
 
 import pytest
-from transformers import TrainerCallback
 
+from helpers.runs import Killed
 from hfppo import HealthCallback, RunPageCallback, TokenTraceCallback, report
 from hfppo.metrics import METRICS
 from hfppo.reporting import run_page
@@ -104,12 +104,6 @@ def test_long_runs_keep_the_mean_of_neighbours():
     assert curves([{"step": 1, "reward": float("nan")}])["reward"][0][1] != 0
 
 
-class Killed(TrainerCallback):
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 8:
-            raise InterruptedError
-
-
 @pytest.mark.usefixtures("run_page")
 def test_the_page_of_a_run_that_is_killed_and_resumed(make_trainer, tmp_path, monkeypatch):
     monkeypatch.setattr(run_page, "WRITE_EVERY", 0.0)
@@ -117,8 +111,8 @@ def test_the_page_of_a_run_that_is_killed_and_resumed(make_trainer, tmp_path, mo
     config = {"max_steps": 12, "save_strategy": "steps", "save_steps": 4, "logging_steps": 1, "lam": 0.9}
     straight = make_trainer(config | {"output_dir": str(tmp_path / "straight/out")})
     straight.train()
-    killed = make_trainer(config, callbacks=[Killed()])
-    with pytest.raises(InterruptedError):
+    killed = make_trainer(config, callbacks=[Killed(9)])
+    with pytest.raises(KeyboardInterrupt):
         killed.train()
     (run,) = read_page(page := tmp_path / "out/run.html")
     assert (run["step"], run["max_steps"], run["settings"]["lam"]) == (8, 12, 0.9)

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
-from helpers.runs import assert_same_tensors, count_digits, stops_at_kl
+from helpers.runs import Killed, assert_same_tensors, count_digits, stops_at_kl
 from hfppo import AdaptiveKLCallback, PPOCallback, PPOConfig, TokenTraceCallback
 from hfppo.models.actor_critic import Want
 from hfppo.reporting.traces import Trace, list_trace_files, read_traces, trace_file, write_traces
@@ -133,15 +132,6 @@ def test_chosen_prompts_change_nothing_about_the_training(make_trainer, tmp_path
         assert all(row.kl == pytest.approx(row.logprob - row.ref_logprob, abs=1e-6) for row in trace.rows)
 
 
-class Crash(TrainerCallback):
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
-
-
 def test_resumed_run_neither_loses_nor_repeats_a_trace(make_trainer, tmp_path):
     """Killed in a step that no checkpoint knows of, a rollout's first or a later one; older traces lie about."""
 
@@ -158,7 +148,7 @@ def test_resumed_run_neither_loses_nor_repeats_a_trace(make_trainer, tmp_path):
     for step in (9, 6):
         saving = {"save_strategy": "steps", "save_steps": step - 1}
         with pytest.raises(KeyboardInterrupt):
-            trainer(str(step), Crash(step), **saving).train()
+            trainer(str(step), Killed(step), **saving).train()
         for kind, stale in product(("rollout", "prompts"), (3, 7)):
             write_traces(trace_file(tmp_path / str(step), stale, kind), traces(tmp_path / "straight")[1])
         trainer(str(step), **saving).train(resume_from_checkpoint=True)

@@ -10,7 +10,7 @@ import torch
 from build_arithmetic_base import character_tokenizer
 from datasets import Dataset
 from safetensors.torch import load_file
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from helpers.tiny import CHAT_TEMPLATE, LORA, tiny_model
 from hfppo import ActorCritic, ClipMetricsCallback, PPOCallback, PPOConfig, PPOTrainer, Rollout, Transcript
@@ -82,6 +82,17 @@ class Keep(PPOCallback):
         self.rollouts.append(rollout)
         self.transcripts.append(transcript)
         self.metrics.append(metrics)
+
+
+class Killed(TrainerCallback):
+    """Ends a run in a step, before the step is logged or saved."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt  # a signal does nothing in a process that a script has put into the background
 
 
 def assert_same_tensors(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
