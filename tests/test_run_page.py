@@ -111,12 +111,12 @@ def test_the_page_of_a_run_that_is_killed_and_resumed(make_trainer, tmp_path, mo
     config = {"max_steps": 12, "save_strategy": "steps", "save_steps": 4, "logging_steps": 1, "lam": 0.9}
     straight = make_trainer(config | {"output_dir": str(tmp_path / "straight/out")})
     straight.train()
-    killed = make_trainer(config, callbacks=[Killed(9)])
+    killed = make_trainer(config, callbacks=[Killed(10)])  # after the third rollout's first log
     with pytest.raises(KeyboardInterrupt):
         killed.train()
     (run,) = read_page(page := tmp_path / "out/run.html")
-    assert (run["step"], run["max_steps"], run["settings"]["lam"]) == (8, 12, 0.9)
-    assert [step for step, _ in run["curves"]["policy/loss"]] == list(range(1, 9))
+    assert (run["step"], run["max_steps"], run["settings"]["lam"]) == (9, 12, 0.9)
+    assert [step for step, _ in run["curves"]["policy/loss"]] == list(range(1, 10))
     make_trainer(config).train(resume_from_checkpoint=True)
     (resumed,), (whole,) = read_page(page), read_page(tmp_path / "straight/out/run.html")
     assert resumed["traces"] == whole["traces"] == run_page.shorten(whole["traces"])
