@@ -32,7 +32,7 @@ def token_ids(chat_format, messages, **options):
 
 def test_template_and_parser_are_inverse(chatml):
     tokenizer = calculator_tool.load_tokenizer(chatml)
-    chat_format = make_chat_format(tokenizer, [tokenizer.eos_token_id], {}, with_tools=True)
+    chat_format = make_chat_format(tokenizer, {}, with_tools=True)
     before = [*calculator_tool.demonstration(True), QUESTION]
     call = {"type": "function", "function": {"name": "calc", "arguments": {"expression": "(5 + 9) * 2"}}}
     for message in (

@@ -23,7 +23,7 @@ from helpers.runs import assert_same_tensors
 from hfppo import Command, TokenTraceCallback
 from hfppo.checks.engine import deepspeed_faults, whole_faults
 from hfppo.endpoint.anthropic import read_anthropic
-from hfppo.endpoint.chat import warn_of_ignored
+from hfppo.endpoint.chat import logger
 from hfppo.endpoint.command import KEPT
 from hfppo.environments import episodes
 from hfppo.reporting.traces import read_traces, trace_file
@@ -171,14 +171,14 @@ def test_requests_and_their_status(tmp_path, caplog, capfd):
     ],
 )
 def test_settings_of_anthropic_that_are_ignored_warn(caplog, given, names):
-    warn_of_ignored.cache_clear()
+    logger.warning_once.cache_clear()
     read_anthropic({"messages": [{"role": "user", "content": "go"}], "max_tokens": 5, **given})
     assert [record.args[0] for record in caplog.records] == names
 
 
 def test_what_an_answer_says(tmp_path, caplog):
     answers = {}
-    warn_of_ignored.cache_clear()
+    logger.warning_once.cache_clear()
 
     def play(ask):
         answers["first"] = ask(temperature=0.2, seed=3).json()

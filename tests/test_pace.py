@@ -350,7 +350,7 @@ def test_a_tool_that_hangs_holds_nobody_up(play, end, swallows):
 
 
 def test_a_draw_from_global_random_numbers_is_told(play, caplog):
-    episodes.log_once.cache_clear()
+    episodes.logger.warning_once.cache_clear()
 
     class Dice(Counting):
         def step(self, text):

@@ -54,7 +54,7 @@ def apply_chat_template(
     if strftime_now is not None and reads_time(tokenizer, options):
         template = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
         options["chat_template"] = fixed_clock(strftime_now.day) + template
-    return tokenizer.apply_chat_template(messages, **options)
+    return tokenizer.apply_chat_template(without_nones(messages), **options)
 
 
 def reads_time(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, object]) -> bool:
@@ -108,7 +108,7 @@ def render_all(
     for (go_on, own), alike in groupby(given, key=lambda row: row[:2]):
         encoded = apply_chat_template(
             tokenizer,
-            [without_nones(messages) for *_, messages in alike],
+            [messages for *_, messages in alike],
             add_generation_prompt=not go_on,
             continue_final_message=go_on,
             tokenize=True,

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hfppo.endpoint.chat import Answer, Refusal, Request, read_chat, read_text
+from hfppo.endpoint.chat import Answer, Request, function_tool, read_chat, read_text
 
 FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -13,25 +13,14 @@ def read_anthropic(body: Mapping[str, Any]) -> Request:
     """Return the request in a body of the messages API.
 
     Raises:
-        Refusal: it is malformed, or has images.
+        AttributeError, KeyError, TypeError, ValueError: it is malformed.
+        Refusal: it has images.
     """
-    try:
-        messages = [{"role": "system", "content": body["system"]}] if body.get("system") else []
-        for message in body["messages"]:
-            messages += read_blocks(message["role"], message["content"])
-        tools = [
-            {
-                "type": "function",
-                "function": {
-                    "name": tool["name"],
-                    "description": tool.get("description"),
-                    "parameters": tool["input_schema"],
-                },
-            }
-            for tool in body.get("tools") or []
-        ]
-    except (AttributeError, KeyError, TypeError) as error:
-        raise Refusal(400, f"the request is malformed: {error!r}") from error
+    messages = [{"role": "system", "content": body["system"]}] if body.get("system") else []
+    for message in body["messages"]:
+        messages += read_blocks(message["role"], message["content"])
+    given = body.get("tools") or []
+    tools = [function_tool(tool["name"], tool.get("description"), tool["input_schema"]) for tool in given]
     return read_chat({**body, "messages": messages, "tools": tools, "stop": body.get("stop_sequences")})
 
 

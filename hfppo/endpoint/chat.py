@@ -1,13 +1,13 @@
 """Requests and answers of OpenAI's chat completions, as plain dictionaries."""
 
 import json
-import logging
 import secrets
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
+
+from transformers.utils.logging import get_logger
 
 from hfppo.data.chat_template import Message, Schema, without_nones
 
@@ -18,7 +18,7 @@ IGNORED: dict[str, tuple[object, ...]] = {
     "logprobs": (False,), "thinking": ({"type": "disabled"},),
 }  # fmt: skip
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class Refusal(Exception):
@@ -66,35 +66,32 @@ def read_chat(body: Mapping[str, Any]) -> Request:
     """Return the request in a body of chat completions.
 
     Raises:
-        Refusal: it is malformed, or asks for images or several answers.
+        AttributeError, KeyError, TypeError, ValueError: it is malformed.
+        Refusal: it asks for images or several answers.
     """
-    try:
-        if not body["messages"]:
-            raise ValueError("messages is empty")
-        if (body.get("n") or 1) != 1:
-            raise Refusal(400, f"n={body['n']}: ask once for each answer")
-        limits = [body.get("max_completion_tokens"), body.get("max_tokens")]
-        stop = body.get("stop") or ()
-        request = Request(
-            messages=read_messages(body["messages"]),
-            tools=without_nones(body.get("tools") or []),
-            max_tokens=next((int(limit) for limit in limits if limit), None),
-            stop=(stop,) if isinstance(stop, str) else tuple(map(str, stop)),
-        )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise Refusal(400, f"the request is malformed: {error!r}") from error
+    if not body["messages"]:
+        raise ValueError("messages is empty")
+    if (body.get("n") or 1) != 1:
+        raise Refusal(400, f"n={body['n']}: ask once for each answer")
+    limits = [body.get("max_completion_tokens"), body.get("max_tokens")]
+    stop = body.get("stop") or ()
+    request = Request(
+        messages=read_messages(body["messages"]),
+        tools=without_nones(body.get("tools") or []),
+        max_tokens=next((int(limit) for limit in limits if limit), None),
+        stop=(stop,) if isinstance(stop, str) else tuple(map(str, stop)),
+    )
     for name, neutral in IGNORED.items():
         if body.get(name) not in (None, *neutral):
-            warn_of_ignored(name)
+            logger.warning_once(
+                "the agent sets %s, which is ignored: training needs samples of the policy's own distribution", name
+            )
     return request
 
 
-@cache
-def warn_of_ignored(name: str) -> None:
-    """Log a warning, once for each setting."""
-    logger.warning(
-        "the agent sets %s, which is ignored: training needs samples of the policy's own distribution", name
-    )
+def function_tool(name: str, description: str | None, parameters: Schema | None) -> Schema:
+    """Return a tool as chat completions write it."""
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
 def read_messages(given: list[dict[str, Any]]) -> list[Message]:

@@ -4,7 +4,6 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -46,27 +45,17 @@ class AgentPlayer(EpisodePlayer):
         agent = self.agents.agent
         return None if is_async(agent) and not isinstance(agent, Command) else MOST_THREADS
 
-    def play(
-        self,
-        rows: Sequence[Row],
-        sample: TurnSampler,
-        greedy: bool,
-        any_active: Callable[[bool], bool],
-        timed: Callable[[], AbstractContextManager],
-        at_once: bool = False,
-    ) -> list[Episode]:
-        """Play an episode for each row; see `EpisodePlayer`.
+    def review(self, episodes: Sequence[Episode]) -> None:
+        """Warn of agents that have failed.
 
         Raises:
             RuntimeError: all agents of a rollout have failed.
         """
-        episodes = super().play(rows, sample, greedy, any_active, timed, at_once)
         if errors := [episode.error for episode in episodes if episode.error is not None]:
-            failed = f"the agent has failed in {len(errors)} of {len(rows)} episodes"
-            if len(errors) == len(rows) >= self.args.rollout_size_per_process:
+            failed = f"the agent has failed in {len(errors)} of {len(episodes)} episodes"
+            if len(errors) == len(episodes) >= self.args.rollout_size_per_process:
                 raise RuntimeError(f"{failed}; the first error: {errors[0]!r}") from errors[0]
             logger.warning("%s, which have no score; the first error:", failed, exc_info=errors[0])
-        return episodes
 
     def sample_turns(self, sample: TurnSampler, calls: Sequence[Any], greedy: bool) -> list[Turn]:
         """Sample the answers to some calls."""
@@ -158,12 +147,9 @@ def load_program(
         raise TypeError(f"agent={agent!r} cannot be called; pass a function, or a Command with a list of texts")
     if find_spec("uvicorn") is None or find_spec("starlette") is None:
         raise ImportError("agent needs a server; install it with: pip install 'hfppo[endpoint]'")
-    if tokenizer.chat_template is None and "chat_template" not in options:
-        raise ValueError("agent needs a chat template; set processing_class.chat_template")
-    eos_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     try:
-        chat_format = make_chat_format(tokenizer, eos_ids, options, with_tools=True)
+        chat_format = make_chat_format(tokenizer, options, with_tools=True)
     except ValueError as error:
         logger.info("the agent cannot offer tools to the policy: %s", error)
-        chat_format = make_chat_format(tokenizer, eos_ids, options, with_tools=False)
+        chat_format = make_chat_format(tokenizer, options, with_tools=False)
     return Agents({}, {None: EnvironmentPool("agent", None, {})}, chat_format, by_column=False, agent=agent)

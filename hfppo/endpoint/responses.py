@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hfppo.endpoint.chat import Answer, Refusal, Request, read_chat
+from hfppo.endpoint.chat import Answer, Refusal, Request, function_tool, read_chat
 
 Item = dict[str, Any]
 
@@ -17,18 +17,12 @@ def read_responses(body: Mapping[str, Any]) -> Request:
     """
     if body.get("previous_response_id") or body.get("conversation"):
         raise Refusal(400, "no response is stored; send the whole conversation as input")
-    try:
-        messages = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
-        given = body["input"]
-        for item in [{"role": "user", "content": given}] if isinstance(given, str) else given:
-            add_item(messages, item)
-        tools = [
-            {"type": "function", "function": {name: tool.get(name) for name in ("name", "description", "parameters")}}
-            for tool in body.get("tools") or []
-            if tool["type"] == "function"
-        ]
-    except (AttributeError, KeyError, TypeError) as error:
-        raise Refusal(400, f"the request is malformed: {error!r}") from error
+    messages = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
+    given = body["input"]
+    for item in [{"role": "user", "content": given}] if isinstance(given, str) else given:
+        add_item(messages, item)
+    functions = [tool for tool in body.get("tools") or [] if tool["type"] == "function"]
+    tools = [function_tool(tool.get("name"), tool.get("description"), tool.get("parameters")) for tool in functions]
     form = (body.get("text") or {}).get("format")
     limit = body.get("max_output_tokens")
     return read_chat({**body, "messages": messages, "tools": tools, "max_tokens": limit, "response_format": form})

@@ -84,7 +84,10 @@ class Server:
         """Answer a request to the policy."""
         session, (read, write, stream) = self.session_of(request), form
         body = await read_json(request)
-        wanted = read(body)
+        try:
+            wanted = read(body)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise Refusal(400, f"the request is malformed: {error!r}") from error
         client_left = asyncio.create_task(disconnect(request))
         try:
             answer = await session.answer(wanted, client_left, request.headers.get(RETRIES, "0") != "0")

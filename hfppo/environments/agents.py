@@ -153,14 +153,7 @@ def load_agents(
             pools[name] = EnvironmentPool(f"environment_factory[{name!r}]", factory, by_name)
     else:
         pools[None] = EnvironmentPool("environment_factory", environment_factory, by_name)
-    if tokenizer.chat_template is None and "chat_template" not in options:
-        raise ValueError(
-            "tools and environments need a chat template; set processing_class.chat_template, for tools as "
-            "docs/calculator.md does"
-        )
-    eos_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    with_tools = any(pool.schemas for pool in pools.values())
-    chat_format = make_chat_format(tokenizer, eos_ids, options, with_tools)
+    chat_format = make_chat_format(tokenizer, options, with_tools=any(pool.schemas for pool in pools.values()))
     return Agents(by_name, pools, chat_format, isinstance(environment_factory, Mapping))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from hfppo.data.chat_template import CLOCK, Message, Schema, apply_chat_template, without_nones
+from hfppo.data.chat_template import CLOCK, Message, Schema, apply_chat_template
 from hfppo.environments.environment import replace_halves
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class ChatFormat:
 
     def rendered(self, messages: Sequence[Message], **options: Any) -> Any:
         """Return a conversation as the chat template renders it."""
-        return apply_chat_template(self.tokenizer, without_nones(list(messages)), **{**self.options, **options})
+        return apply_chat_template(self.tokenizer, list(messages), **{**self.options, **options})
 
     def neutralize(self, text: str) -> str:
         """Escape the template's control tokens by inserting a space after their first character."""
@@ -133,9 +133,7 @@ def check_parsed_calls(calls: Sequence[Any]) -> None:
             raise ValueError(f"malformed tool call {call!r}")
 
 
-def make_chat_format(
-    tokenizer: PreTrainedTokenizerBase, eos_ids: list[int], options: dict[str, Any], with_tools: bool
-) -> ChatFormat:
+def make_chat_format(tokenizer: PreTrainedTokenizerBase, options: dict[str, Any], with_tools: bool) -> ChatFormat:
     """Return the format of a tokenizer, after a check of its template.
 
     For models that TRL knows, TRL's template for training replaces one that rewrites earlier messages, and TRL's
@@ -144,11 +142,17 @@ def make_chat_format(
     Raises:
         ValueError: the template cannot render tools or several turns, or calls cannot be parsed.
     """
+    if tokenizer.chat_template is None and "chat_template" not in options:
+        raise ValueError(
+            "tools, environments and agents need a chat template; set processing_class.chat_template, for tools as "
+            "docs/calculator.md does"
+        )
     if with_tools and getattr(tokenizer, "response_template", None) is None:
         remedy = (
             "the tokenizer cannot parse tool calls; set processing_class.response_template, as docs/calculator.md does"
         )
         tokenizer.response_template = from_trl("add_response_schema", tokenizer, remedy).response_template
+    eos_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     chat_format = ChatFormat(tokenizer, eos_ids, options, "tool" if with_tools else "user")
     try:
         check_template(chat_format)

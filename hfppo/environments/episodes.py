@@ -6,7 +6,6 @@ except with sharded models, whose processes compute together.
 """
 
 import inspect
-import logging
 import math
 import random
 import time
@@ -14,10 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
+from transformers.utils.logging import get_logger
 
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import Message, Schema, render_all, template_options
@@ -40,7 +40,7 @@ READ = ("prompt_ids", "critic_prompt_ids")  # the prompts of a row, the actor's 
 
 PATIENCE = 0.03  # seconds that ready episodes wait for others at least, so that quick tools keep batches whole
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass
@@ -116,6 +116,7 @@ class EpisodePlayer:
                 # A longer wait leaves the sampler idle; a shorter one makes many small batches, each about as slow.
                 patience = max(PATIENCE, (time.perf_counter() - start) / 2)
         self.give_back(episodes)
+        self.review(episodes)
         return episodes
 
     def complete_prompts(self, rows: Sequence[Row]) -> list[Row]:
@@ -131,6 +132,9 @@ class EpisodePlayer:
         """Return an episode for each row, with an instance of its environment."""
         pools = [self.agents.pool_of(row.columns) for row in rows]
         return [Episode(row, environment=pool.take(), pool=pool) for row, pool in zip(rows, pools, strict=True)]
+
+    def review(self, episodes: Sequence[Episode]) -> None:
+        """Look at episodes that are over; a subclass may warn or raise."""
 
     def give_back(self, episodes: Sequence[Episode]) -> None:
         """Make the environments of episodes idle."""
@@ -361,14 +365,8 @@ def warn_of_global_draws() -> Iterator[None]:
     before = global_random_states()
     yield
     if global_random_states() != before:
-        log_once(
+        logger.warning_once(
             "a tool, an environment or a library drew from the global random numbers of Python or NumPy; calls run at "
             "once, so another run with the same seed may draw others. Draw from random.Random(seed), with a seed that "
             "reset gets"
         )
-
-
-@cache
-def log_once(message: str) -> None:
-    """Log a warning, once in a process."""
-    logger.warning(message)

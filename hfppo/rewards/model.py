@@ -16,14 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
-from hfppo.data.chat_template import (
-    TEMPLATE_COLUMNS,
-    Message,
-    RunDate,
-    apply_chat_template,
-    template_options,
-    without_nones,
-)
+from hfppo.data.chat_template import TEMPLATE_COLUMNS, Message, RunDate, apply_chat_template, template_options
 from hfppo.data.prompts import Prompts
 from hfppo.models.adapter_checks import unchanged
 from hfppo.models.critic import shared_copy
@@ -89,7 +82,7 @@ class RewardModel(BatchReward):
         """Return a conversation as the chat template renders it, with the options that a row's columns give."""
         given = {name: columns[name][row] for name in TEMPLATE_COLUMNS if columns.get(name)}
         options = template_options(given) | options
-        return apply_chat_template(self.tokenizer, without_nones(messages), self.date, tokenize=False, **options)
+        return apply_chat_template(self.tokenizer, messages, self.date, tokenize=False, **options)
 
     def score(self, texts: list[str], add_special_tokens: bool = True) -> list[float]:
         """Return the scores of texts; a text longer than the model's positions loses its beginning."""
