@@ -129,21 +129,21 @@ def load_parts(inputs: TrainerInputs) -> Parts:
     if isinstance(inputs.model, PeftModel):
         inputs.model.enable_adapter_layers()
         policy = policy_of(inputs.model)
-    actor = separate_adapter(loaded, inputs.peft_config, inputs.of_model.get("revision"))
-    prepare_reward_models(rewards, actor.base, prompt_maker)
+    base, peft_config, start_adapter = separate_adapter(loaded, inputs.peft_config, inputs.of_model.get("revision"))
+    prepare_reward_models(rewards, base, prompt_maker)
     tokenizer.pad_token_id = padding
-    model = ActorCritic(actor.base, actor.peft_config, critic, reference, actor.start_adapter)
-    if policy is not None and actor.start_adapter is not None:
-        check_same_policy(model, policy, actor.start_adapter)
+    model = ActorCritic(base, peft_config, critic, reference, start_adapter)
+    if policy is not None and start_adapter is not None:
+        check_same_policy(model, policy, start_adapter)
     return Parts(
         model=model,
         eos_ids=eos_ids,
         rewards=rewards,
-        peft_config=actor.peft_config,
+        peft_config=peft_config,
         prompt_maker=prompt_maker,
         sources={
             "model": inputs.model,
-            "the base's path": actor.base.name_or_path,
+            "the base's path": base.name_or_path,
             "ref_model": inputs.ref_model,
             "critic": None if inputs.critic in CRITIC_KINDS else inputs.critic,
         },

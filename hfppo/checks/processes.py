@@ -5,14 +5,12 @@ from torch import nn
 from hfppo.checkpoint import RunDescription, fingerprint
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.prompt_maker import PromptMaker
-from hfppo.reporting.card import installed_versions
+from hfppo.reporting.card import OUTPUT, installed_versions
 from hfppo.support.processes import check_alike
 
 # Prefixes of settings that may differ: they are about a host, its device, or what one process writes.
 OWN = (
-    "output_dir", "run_name", "report_to", "project", "trackio_", "log_", "disable_tqdm", "debug", "hub_",
-    "push_to_hub", "deepspeed", "fsdp", "ddp_timeout", "dataloader_", "local_r", "resume_from_checkpoint",
-    "model_init_kwargs", "vllm_",
+    *OUTPUT, "deepspeed", "fsdp", "ddp_timeout", "model_init_kwargs", "vllm_",
     "reference",  # with an adapter it has weights that `is_given` leaves out
 )  # fmt: skip
 

@@ -18,12 +18,7 @@ from hfppo.collect.candidates import Choice, ScoreLine, choose, measure_choice, 
 from hfppo.collect.check_finite import check_rollout
 from hfppo.collect.credit import CreditAssignment, counts_in_loss
 from hfppo.collect.forward import any_active, autocast, forward_passes, single_pass
-from hfppo.collect.rollout_metrics import (
-    measure_episodes,
-    measure_rollout,
-    measure_scores,
-    scores_alike,
-)
+from hfppo.collect.rollout_metrics import measure_episodes, measure_rollout, measure_scores, scores_alike
 from hfppo.config import PPOConfig
 from hfppo.data.prompt_stream import PromptStream
 from hfppo.data.prompts import Prompt, Prompts, Row

@@ -164,20 +164,18 @@ def whiten(
     return ((x - mean) * torch.rsqrt(var + eps)).where(mask, 0.0)
 
 
-def _completion_rewards(rewards: Tensor, mask: Tensor, **per_row: Tensor) -> Tensor:
-    """(B,) float64 sum of each completion's token rewards: in float32, equal rewards would differ from their mean."""
+def _grouped(rewards: Tensor, mask: Tensor, groups: Tensor, estimator: str) -> tuple[Tensor, Tensor, Tensor]:
+    """(B,) sum of each completion's token rewards, number of its group and size of it; a group of one is an error.
+
+    The sums are float64: in float32, equal rewards would differ from their mean.
+    """
     require_same_shape(rewards=rewards, mask=mask)
-    require_rows(rewards, **per_row)
+    require_rows(rewards, groups=groups)
     _require_rewards_on_real_tokens(rewards, mask)
-    return rewards.double().sum(dim=1)
-
-
-def _group_index(groups: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
-    """(B,) group number of each row and (B,) size of its group; a group of one is an error."""
     _, index, counts = groups.unique(return_inverse=True, return_counts=True)
     if (counts < 2).any():
         raise ValueError(f"{estimator} compares completions of one prompt: raise num_generations to 2 or more, got 1")
-    return index, counts[index]
+    return rewards.double().sum(dim=1), index, counts[index]
 
 
 def _group_sum(x: Tensor, index: Tensor) -> Tensor:
@@ -201,8 +199,7 @@ def grpo(rewards: Tensor, mask: Tensor, groups: Tensor, scale: bool = True) -> T
     Returns:
         (B, T), the same number on each real token of a completion.
     """
-    scores = _completion_rewards(rewards, mask, groups=groups)
-    index, size = _group_index(groups, "grpo")
+    scores, index, size = _grouped(rewards, mask, groups, "grpo")
     centred = scores - _group_sum(scores, index) / size
     if scale:
         centred = centred / ((_group_sum(centred.square(), index) / (size - 1)).sqrt() + 1e-6)
@@ -211,24 +208,21 @@ def grpo(rewards: Tensor, mask: Tensor, groups: Tensor, scale: bool = True) -> T
 
 def rloo(rewards: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
     """s − mean s of the other completions of its group. arXiv:2402.14740. Args and returns as in `grpo`."""
-    scores = _completion_rewards(rewards, mask, groups=groups)
-    index, size = _group_index(groups, "rloo")
+    scores, index, size = _grouped(rewards, mask, groups, "rloo")
     return _spread(scores - (_group_sum(scores, index) - scores) / (size - 1), mask, rewards.dtype)
 
 
 def opo(rewards: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
     """s − length-weighted mean s of its group. arXiv:2505.23585. Args and returns as in `grpo`."""
-    scores = _completion_rewards(rewards, mask, groups=groups)
+    scores, index, _ = _grouped(rewards, mask, groups, "opo")
     lengths = mask.sum(dim=1)
-    index, _ = _group_index(groups, "opo")
     return _spread(scores - _group_sum(scores * lengths, index) / _group_sum(lengths, index), mask, rewards.dtype)
 
 
 @whitened
 def reinforce_plus_plus_baseline(rewards: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
     """s − mean s of its group, to be whitened over the rollout. arXiv:2501.03262. Args and returns as in `grpo`."""
-    scores = _completion_rewards(rewards, mask, groups=groups)
-    index, size = _group_index(groups, "reinforce_plus_plus_baseline")
+    scores, index, size = _grouped(rewards, mask, groups, "reinforce_plus_plus_baseline")
     return _spread(scores - _group_sum(scores, index) / size, mask, rewards.dtype)
 
 

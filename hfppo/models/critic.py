@@ -22,14 +22,7 @@ from hfppo.functional import ValueRange
 from hfppo.models.adapter_config import describe_adapter, find_differences
 from hfppo.models.adapter_switch import CRITIC
 from hfppo.models.layout import trunk_of
-from hfppo.models.loading import (
-    NO_CODE,
-    adapter_config,
-    check_placement,
-    fit_to_model,
-    hub_options,
-    keep_four_bits,
-)
+from hfppo.models.loading import NO_CODE, adapter_config, check_placement, fit_to_model, hub_options, keep_four_bits
 from hfppo.models.lower_layers import find_layers, replace_lowest
 from hfppo.models.modes import attributes
 from hfppo.models.vocabulary import is_resized

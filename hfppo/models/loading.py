@@ -4,7 +4,6 @@ import copy
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +40,6 @@ SCALED_BY_LENGTH = ("dynamic", "longrope")  # kinds of RoPE scaling that depend 
 INSIDE_KERNEL = ("x_proj", "dt_proj", "out_proj")  # layers whose weights a state-space kernel reads by itself
 
 NO_PRODUCT = ("Router", "Grouped")  # parts of the names of subclasses of nn.Linear that compute something else
-
-
-@dataclass(frozen=True)
-class ActorSource:
-    """The parts that an actor is built from."""
-
-    base: PreTrainedModel
-    peft_config: PeftConfig
-    start_adapter: dict[str, Tensor] | None  # None: a new adapter
 
 
 def as_name(given: Any) -> Any:
@@ -286,10 +276,11 @@ def keep_four_bits(model: nn.Module) -> None:
 
 def separate_adapter(
     model: PreTrainedModel | PeftModel, peft_config: PeftConfig | None, revision: str | None = None
-) -> ActorSource:
-    """Separate a model that passed `check_trainable` into base, adapter configuration and adapter weights.
+) -> tuple[PreTrainedModel, PeftConfig, dict[str, Tensor] | None]:
+    """Separate a model that passed `check_trainable` into base, adapter configuration and adapter weights, or None.
 
-    A merged adapter is unmerged. Only the active one is kept, at the scale of its configuration.
+    A merged adapter is unmerged. Only the active one is kept, at the scale of its configuration. A base alone gets the
+    configuration of a new adapter.
 
     Args:
         revision: a Hub base's commit or branch; a new adapter's configuration records it.
@@ -298,7 +289,7 @@ def separate_adapter(
         config = copy.deepcopy(peft_config) or default_peft_config()
         if not Path(model.config.name_or_path).is_dir():
             config.revision = revision or config.revision
-        return ActorSource(model, config, None)
+        return model, config, None
     config = copy.deepcopy(model.active_peft_config)
     config.inference_mode = False
     for layer in model.modules():
@@ -311,7 +302,7 @@ def separate_adapter(
     base = model.unload()
     for name, module in originals.items():  # PEFT leaves the trained ones
         base.set_submodule(name, module)
-    return ActorSource(base, config, start)
+    return base, config, start
 
 
 def default_peft_config() -> LoraConfig:

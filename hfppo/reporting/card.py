@@ -30,11 +30,14 @@ TEMPLATE = Path(__file__).with_name("card_template.md")
 TAGS = ("ppo", "hfppo", "reinforcement-learning", "generated_from_trainer", "transformers")
 PACKAGES = ("transformers", "peft", "accelerate", "torch", "datasets")
 
-# Prefixes of fields that do not change the result.
+# Prefixes of fields about what one process writes, reads or shows, and of all fields that do not change the result.
+OUTPUT = (
+    "output_dir", "run_name", "project", "trackio_", "report_to", "log_", "disable_tqdm", "debug", "push_to_hub",
+    "hub_", "resume_from_checkpoint", "local_r", "dataloader_",
+)  # fmt: skip
 NOT_SHOWN = (
-    "output_dir", "run_name", "project", "trackio_", "report_to", "log_", "logging_", "disable_tqdm", "debug",
-    "push_to_hub", "hub_", "save_", "resume_from_checkpoint", "do_", "local_r", "use_cpu", "accelerator_config",
-    "dataloader_", "ddp_", "gradient_checkpointing", "activation_checkpointing", "include_for_metrics",
+    *OUTPUT, "logging_", "save_", "do_", "use_cpu", "accelerator_config", "ddp_", "gradient_checkpointing",
+    "activation_checkpointing", "include_for_metrics",
 )  # fmt: skip
 SPEED = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
 

@@ -11,15 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfppo.rewards.reward_func import (
-    Log,
-    Numbers,
-    RewardBatch,
-    call_func,
-    check_output,
-    is_async,
-    plain_name,
-)
+from hfppo.rewards.reward_func import Log, Numbers, RewardBatch, call_func, check_output, is_async, plain_name
 from hfppo.sample import Ended, Sample
 from hfppo.support.calls import schedule, wait_briefly
 

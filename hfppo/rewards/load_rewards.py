@@ -44,7 +44,7 @@ def load_reward_funcs(
     Raises:
         ValueError: a model cannot be loaded, has no score head, or is an adapter for another base.
     """
-    several = listed(funcs)
+    several = list(funcs) if isinstance(funcs, Sequence) and not isinstance(funcs, str) else [funcs]
     given = [tokenizers] if isinstance(tokenizers, PreTrainedTokenizerBase) else tokenizers
     own = [None] * len(several) if given is None else list(given)
     if len(own) != len(several):
@@ -53,11 +53,6 @@ def load_reward_funcs(
             "None for functions"
         )
     return [load_reward_func(*pair, base_name, device) for pair in zip(several, own, strict=True)]
-
-
-def listed(funcs: object) -> list[Any]:
-    """Return one or several reward functions as a list."""
-    return list(funcs) if isinstance(funcs, Sequence) and not isinstance(funcs, str) else [funcs]
 
 
 def load_reward_func(

@@ -4,7 +4,6 @@ A checkpoint may come from anyone, so only JSON and safetensors are read from it
 base is loaded in the run's dtype, at the revision that the adapter names.
 """
 
-import json
 import logging
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hfppo.checkpoint import RunDescription, hash_frozen_weights, state_file
+from hfppo.checkpoint import RunDescription, hash_frozen_weights, read_state, state_file
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import CLOCK
 from hfppo.environments.agents import OF_TURNS
@@ -82,7 +81,7 @@ def trace_prompt(
             completion are too long for a model.
     """
     folder = find_checkpoint(Path(checkpoint))
-    saved = json.loads(state_file(folder, 0).read_text(encoding="utf-8"))
+    saved = read_state(state_file(folder, 0))
     state, run = PPOState.from_state_dict(saved["state"]), RunDescription(**saved["run"])
     tokenizer = load_tokenizer(str(folder), trust_remote_code=False)
     peft_config = PeftConfig.from_pretrained(str(folder))
