@@ -161,15 +161,6 @@ def state_file(checkpoint: str | Path, process: int) -> Path:
     return Path(checkpoint) / f"ppo_state_{process}.json"
 
 
-def save_rollout(path: Path, rollout: Rollout) -> None:
-    """Write a rollout's tensors as safetensors."""
-    # Copies, because with policy_mode="bypass" two fields are one tensor, which safetensors refuses.
-    tensors = {
-        name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in rollout.stored_tensors().items()
-    }
-    save_file(tensors, path)
-
-
 @dataclass(frozen=True)
 class Standing:
     """What a checkpoint of the run has beyond Trainer's files."""
@@ -223,11 +214,12 @@ class PPOCheckpoint:
 
     def save(self, checkpoint: str | Path, standing: Standing) -> None:
         """Write the run's state."""
-        rollout = standing.rollout
-        path = state_file(checkpoint, self.process)
-        if rollout is not None:
-            save_rollout(path.with_suffix(".safetensors"), rollout)
-        ahead = None
+        path, ahead = state_file(checkpoint, self.process), None
+        if standing.rollout is not None:
+            stored = standing.rollout.stored_tensors()
+            # Copies, because with policy_mode="bypass" two fields are one tensor, which safetensors refuses.
+            tensors = {name: x.clone(memory_format=torch.contiguous_format) for name, x in stored.items()}
+            save_file(tensors, path.with_suffix(".safetensors"))
         if standing.ahead is not None:
             ahead, weights = standing.ahead
             save_file(dict(weights), path.with_suffix(AHEAD))
@@ -236,7 +228,7 @@ class PPOCheckpoint:
             "state": asdict(standing.state),
             "metrics": standing.metrics,
             "steps": [asdict(step) for step in standing.steps],
-            "rollout": rollout is not None,
+            "rollout": standing.rollout is not None,
             "ahead": ahead,
         }
         path.write_text(json.dumps(content), encoding="utf-8")

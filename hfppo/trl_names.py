@@ -82,12 +82,8 @@ def translate_names(cls: type, given: Fields, others: Iterable[str] = ()) -> dic
     settings = {**{f.name: f.default for f in fields(cls)}, **given}
     found = {name: {name: x} if name in known else fields_here(name, x, settings) for name, x in given.items()}
     if unknown := [f"{name!r}{explain_name(name, known)}" for name, here in found.items() if here is None]:
-        lines = [
-            f"{cls.__name__} has no field",
-            *unknown,
-            "(docs/configuration.md lists ours, docs/from_trl.md TRL's)",
-        ]
-        raise TypeError("\n  ".join(lines) if len(unknown) > 1 else " ".join(lines))
+        told = [f"{cls.__name__} has no field", *unknown, "(docs/configuration.md lists ours, docs/from_trl.md TRL's)"]
+        raise TypeError("\n  ".join(told) if len(unknown) > 1 else " ".join(told))
     result = {name: x for name, x in given.items() if name in known}
     translated = {name: here for name, here in found.items() if name not in known}
     for name, here in translated.items():

@@ -286,19 +286,19 @@ def test_what_an_engine_cannot_do_is_refused(accelerator, critic, funcs, args, m
     funcs = [object.__new__(kind) for kind in funcs]
     for given in (funcs, [TolerantReward(func) for func in funcs]):
         with pytest.raises(ValueError, match=message):
-            check_engine(accelerator, model(critic), given, config(args))
+            check_engine(accelerator, model(critic), given, config(args), has_agent=False)
 
 
 def test_fsdp2_does_not_take_single_trained_tokens():
     with pytest.raises(ValueError, match="FSDP2 cannot shard trainable_token_indices; leave it out"):
-        check_engine(engine(DistributedType.FSDP), model("shared", trainable_token_indices=[3]), [], config({}))
+        check_engine(engine(DistributedType.FSDP), model("shared", trainable_token_indices=[3]), [], config({}), False)
 
 
 def test_fsdp2_leaves_outputs_and_sums_of_gradients_in_float32():
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)
     accelerator = engine(DistributedType.FSDP)
     accelerator.state.fsdp_plugin.mixed_precision_policy = policy
-    check_engine(accelerator, model("shared"), [], config({}))
+    check_engine(accelerator, model("shared"), [], config({}), has_agent=False)
     kept = accelerator.state.fsdp_plugin.mixed_precision_policy
     assert (kept.param_dtype, kept.reduce_dtype, kept.output_dtype) == (torch.bfloat16, torch.float32, None)
 
@@ -318,6 +318,6 @@ def test_fsdp2_leaves_outputs_and_sums_of_gradients_in_float32():
     ],
 )
 def test_what_an_engine_can_do_is_not(accelerator, critic, funcs, args):
-    check_engine(accelerator, model(critic), [object.__new__(kind) for kind in funcs], config(args))
+    check_engine(accelerator, model(critic), [object.__new__(kind) for kind in funcs], config(args), False)
     clips_at = accelerator.state.deepspeed_plugin.deepspeed_config["gradient_clipping"]
     assert (clips_at == 1.0) == (accelerator.distributed_type == DistributedType.DEEPSPEED)

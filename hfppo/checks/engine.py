@@ -21,11 +21,7 @@ from hfppo.support.refusals import raise_first
 
 
 def check_engine(
-    accelerator: Accelerator,
-    model: ActorCritic,
-    reward_funcs: list[RewardFunc],
-    args: PPOConfig,
-    has_agent: bool = False,
+    accelerator: Accelerator, model: ActorCritic, reward_funcs: list[RewardFunc], args: PPOConfig, has_agent: bool
 ) -> None:
     """Raise if the engine cannot train with the settings, before anything is computed.
 

@@ -84,9 +84,8 @@ class RolloutAhead:
 
     def begin(self, choice: Choice, prompts: Prompts | PromptStream, state: TrainerState) -> None:
         """Begin to sample chosen prompts with the present policy."""
-        self.order = Order(
-            choice, self.collector.model.actor_weights(), replace(state, log_history=[*state.log_history])
-        )
+        now = replace(state, log_history=[*state.log_history])
+        self.order = Order(choice, self.collector.model.actor_weights(), now)
         self.resume(prompts)
 
     def resume(self, prompts: Prompts | PromptStream) -> None:

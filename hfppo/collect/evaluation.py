@@ -42,9 +42,7 @@ def eval_output(
         inputs = columns.get("prompt", [EMPTY_PROMPT] * len(prompts))
         given = compute_metrics(EvalPrediction(completions, columns, inputs=inputs))
         metrics = metrics | denumpify_detensorize(dict(given))
-    prefixed = {
-        key if str(key).startswith(f"{prefix}_") else f"{prefix}_{key}": value for key, value in metrics.items()
-    }
+    prefixed = {key if str(key).startswith(f"{prefix}_") else f"{prefix}_{key}": x for key, x in metrics.items()}
     return EvalLoopOutput(completions, columns, prefixed, len(prompts))
 
 

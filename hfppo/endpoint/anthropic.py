@@ -65,9 +65,8 @@ def anthropic_answer(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
 def anthropic_events(answer: Answer, body: Mapping[str, Any]) -> Iterator[str]:
     """Yield an answer of the messages API as a stream; each block comes whole."""
     whole = anthropic_answer(answer, body)
-    events: list[dict[str, Any]] = [
-        {"type": "message_start", "message": {**whole, "content": [], "stop_reason": None}}
-    ]
+    begun = {**whole, "content": [], "stop_reason": None}
+    events: list[dict[str, Any]] = [{"type": "message_start", "message": begun}]
     for i, block in enumerate(whole["content"]):
         if block["type"] == "text":
             empty, delta = {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}

@@ -124,22 +124,18 @@ class AgentPlayer(EpisodePlayer):
 
 
 def load_program(
-    agent: Agent,
-    tools: object,
-    environment_factory: object,
-    tokenizer: PreTrainedTokenizerBase,
-    options: dict[str, Any],
+    agent: Agent, tools: object, factory: object, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]
 ) -> Agents:
     """Return an agent in place of the tools and environments of a run.
 
     Args:
-        tools, environment_factory: the arguments that an agent replaces.
+        tools, factory: the arguments that an agent replaces.
         options: arguments of the chat template.
     Raises:
         ImportError: the server's packages are not installed.
         TypeError, ValueError: the agent or the chat template cannot be used.
     """
-    if tools or environment_factory is not None:
+    if tools or factory is not None:
         raise ValueError(
             "agent plays the episodes by itself; leave tools and environment_factory out, and let the agent offer them"
         )

@@ -333,11 +333,7 @@ def columns_for(func: Callable[..., object], row: Row) -> dict[str, Any]:
 
 
 def make_player(
-    agents: Agents,
-    eos_ids: list[int],
-    args: PPOConfig,
-    positions: int | None,
-    player: Callable[..., EpisodePlayer] = EpisodePlayer,
+    agents: Agents, eos_ids: list[int], args: PPOConfig, positions: int | None, player: Callable[..., EpisodePlayer]
 ) -> EpisodePlayer:
     """Return the player of a run.
 

@@ -200,9 +200,7 @@ def serve_command(model: ActorCritic) -> str:
     Raises:
         ValueError: vLLM cannot serve the base or the adapter.
     """
-    flags = {
-        f"--{name.replace('_', '-')}": value for name, value in engine_options(model).items() if value is not None
-    }
-    options = " ".join(flag if value is True else f"{flag} {value}" for flag, value in flags.items())
+    flags = {f"--{name.replace('_', '-')}": x for name, x in engine_options(model).items() if x is not None}
+    options = " ".join(flag if x is True else f"{flag} {x}" for flag, x in flags.items())
     # Not `vllm serve`, which fails with the CPU build: it looks for a package named "vllm".
     return f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True python -m vllm.entrypoints.openai.api_server {options}"

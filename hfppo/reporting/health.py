@@ -235,9 +235,8 @@ class HealthCallback(TrainerCallback):
     def _read(self, log: dict[str, float], args: PPOConfig, model: Any) -> RecentLogs:
         """Add an entry of the log history."""
         self._first = log | self._first
-        self._recent = [
-            entry for entry in [*self._recent, log] if entry["step"] > log["step"] - args.updates_per_rollout
-        ]
+        before = log["step"] - args.updates_per_rollout
+        self._recent = [entry for entry in [*self._recent, log] if entry["step"] > before]
         values = {name: [entry[name] for entry in self._recent if name in entry] for name in {*chain(*self._recent)}}
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else getattr(model, "dtype", torch.float32)
         now = {name: sum(x) / len(x) for name, x in values.items()}
