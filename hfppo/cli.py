@@ -28,7 +28,7 @@ from transformers.utils import find_adapter_config_file
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 from yaml import YAMLError
 
-from hfppo.config import PPOConfig
+from hfppo.config import PPOConfig, option
 from hfppo.config_checks import read_json
 
 WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's in JSON
@@ -39,8 +39,8 @@ FILES = ("arrow", "csv", "json", "parquet", "text")  # formats that may be given
 class ActorArguments(ModelConfig):
     """TRL's ModelConfig with the defaults of an actor."""
 
-    use_peft: bool = field(default=True, metadata={"help": "Always True: the actor is an adapter."})
-    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout adds noise to the ratio."})
+    use_peft: bool = option(True, "Always True: the actor is an adapter.")
+    lora_dropout: float = option(0.0, "Dropout adds noise to the ratio.")
     lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"], metadata={"help": "LoRA layers."})
 
     def __post_init__(self) -> None:
@@ -53,13 +53,11 @@ class ActorArguments(ModelConfig):
 class DataArguments:
     """Arguments of `datasets.load_dataset`, and the splits to use."""
 
-    dataset_name: str = field(default="json", metadata={"help": "Id or path of a dataset, or a format such as json."})
-    dataset_config: str | None = field(default=None, metadata={"help": "Its configuration, if it has several."})
-    data_files: dict | str | None = field(
-        default=None, metadata={"help": 'A file, or several by split: {"train": …, "test": …}.'}
-    )
-    train_split: str = field(default="train", metadata={"help": "The split to train on."})
-    test_split: str = field(default="test", metadata={"help": "The split to evaluate on, if there is one."})
+    dataset_name: str = option("json", "Id or path of a dataset, or a format such as json.")
+    dataset_config: str | None = option(None, "Its configuration, if it has several.")
+    data_files: dict | str | None = option(None, 'A file, or several by split: {"train": …, "test": …}.')
+    train_split: str = option("train", "The split to train on.")
+    test_split: str = option("test", "The split to evaluate on, if there is one.")
 
 
 @dataclass

@@ -7,7 +7,6 @@ from functools import partial
 from os import PathLike
 from typing import Any, TypeAlias, cast
 
-from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -15,7 +14,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from hfppo.checks.data import check_calls, check_ends, check_ids, check_lengths
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import CLOCK, RunDate, find_turn_end
-from hfppo.data.prompt_stream import EvalDataset, PromptStream
+from hfppo.data.prompt_stream import AnyDataset, EvalDataset, PromptStream
 from hfppo.data.prompts import Prompts
 from hfppo.endpoint.player import Agent, AgentPlayer, load_program
 from hfppo.environments.agents import Agents, EnvironmentFactories, load_agents
@@ -38,7 +37,7 @@ from hfppo.models.loading import (
 )
 from hfppo.prompt_maker import TRAIN, PromptMaker, by_name
 from hfppo.rewards.functions import RewardFunctions, check_weights
-from hfppo.rewards.load_rewards import load_reward_funcs
+from hfppo.rewards.load_rewards import RewardTokenizers, load_reward_funcs
 from hfppo.rewards.model import RewardAdapter, RewardModel
 from hfppo.rewards.process_model import ProcessRewardModel
 from hfppo.rewards.reward_func import RewardFunc, plain_name, unwrap
@@ -58,14 +57,14 @@ class TrainerInputs:
     model: str | PreTrainedModel | PeftModel
     args: PPOConfig
     reward_funcs: RewardSource | Sequence[RewardSource] | None = None
-    train_dataset: Dataset | IterableDataset | None = None
+    train_dataset: AnyDataset | None = None
     eval_dataset: EvalDataset = None
     processing_class: PreTrainedTokenizerBase | None = None
     peft_config: PeftConfig | None = None
     critic_peft_config: PeftConfig | None = None
     ref_model: str | PreTrainedModel | None = None
     critic: str | PreTrainedModel = "adapter"
-    reward_processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None
+    reward_processing_classes: RewardTokenizers = None
     tools: Sequence[Tool] | None = None
     environment_factory: EnvironmentFactories | None = None
     agent: Agent | None = None

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hfppo.config import PPOConfig
 from hfppo.data.chat_template import RunDate
-from hfppo.data.prompt_stream import EvalDataset, PromptStream
+from hfppo.data.prompt_stream import AnyDataset, EvalDataset, PromptStream
 from hfppo.data.prompts import EMPTY_PROMPT, Prompts, hash_rows, prepare_prompts
 from hfppo.environments.agents import Agents
 from hfppo.support.processes import check_alike
@@ -33,7 +33,7 @@ class PromptMaker:
     agents: Agents | None
     date: RunDate
     chat_template_kwargs: dict[str, Any]
-    datasets: dict[str, Dataset | IterableDataset] = field(default_factory=dict)
+    datasets: dict[str, AnyDataset] = field(default_factory=dict)
     prompts: dict[str, Prompts | PromptStream] = field(default_factory=dict, init=False)  # of `datasets`
 
     def __post_init__(self) -> None:
@@ -54,9 +54,7 @@ class PromptMaker:
                 return some
         return None
 
-    def of_dataset(
-        self, dataset: Dataset | IterableDataset, name: str, may_be_empty: bool = False, alike: bool = True
-    ) -> Prompts:
+    def of_dataset(self, dataset: AnyDataset, name: str, may_be_empty: bool = False, alike: bool = True) -> Prompts:
         """Return the prompts of a dataset, or of a whole stream.
 
         Args:
@@ -113,9 +111,7 @@ class PromptMaker:
         return PromptStream(dataset, prepare, longest)
 
 
-def by_name(
-    train_dataset: Dataset | IterableDataset | None, eval_dataset: EvalDataset
-) -> dict[str, Dataset | IterableDataset]:
+def by_name(train_dataset: AnyDataset | None, eval_dataset: EvalDataset) -> dict[str, AnyDataset]:
     """Return datasets by their names in errors."""
     named: dict[str, Any] = {TRAIN: train_dataset, EVAL: eval_dataset}
     if isinstance(eval_dataset, dict):

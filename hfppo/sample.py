@@ -14,6 +14,7 @@ from hfppo.rollout import Sequences
 from hfppo.support.padding import pad_left, pad_right
 
 Text = str | list[Message]  # or a conversation
+Ids = list[int]  # of tokens
 
 
 class Ended(StrEnum):

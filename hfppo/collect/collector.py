@@ -32,13 +32,13 @@ from hfppo.models.modes import eval_mode
 from hfppo.rewards.functions import PendingScores, RewardFunctions, score_table
 from hfppo.rewards.reward_func import Numbers, RewardBatch
 from hfppo.rollout import Rollout, Transcript
-from hfppo.sample import Ended, Sample, Turn, pad
+from hfppo.sample import Ended, Ids, Sample, Turn, pad
 from hfppo.state import CHOICE_STREAM, ENVIRONMENT_STREAM, EVAL_STREAM, SAMPLING_STREAM, PPOState, stream_seed
 from hfppo.support.out_of_memory import ADVICE, explain_out_of_memory
 
 logger = get_logger(__name__)
 
-# The streams of random numbers for sampling, and for environments.
+Streams = tuple[tuple[int, ...], tuple[int, ...]]  # of random numbers, for sampling and for environments
 TRAINING = (SAMPLING_STREAM,), (ENVIRONMENT_STREAM,)
 EVALUATION = (EVAL_STREAM,), (EVAL_STREAM, ENVIRONMENT_STREAM)
 
@@ -268,9 +268,7 @@ class Collector:
         active = bool if at_once else partial(any_active, self.model, self.accelerator)
         return self.player.play(rows, self.ask_sampler, greedy, active, timed, at_once)
 
-    def ask_sampler(
-        self, prompts: list[list[int]], seeds: list[int] | None, budgets: list[int] | None = None
-    ) -> list[Turn]:
+    def ask_sampler(self, prompts: list[Ids], seeds: list[int] | None, budgets: list[int] | None = None) -> list[Turn]:
         """Return a turn for each prompt; the sampler must be ready. See `Sampler`."""
         limits = {} if budgets is None else {"budgets": budgets}
         with autocast(self.accelerator):
@@ -372,12 +370,7 @@ def transcript_of(samples: Sequence[Sample]) -> Transcript:
     return Transcript(prompts, [sample.text for sample in samples], scores, extra)
 
 
-def make_rows(
-    prompts: Iterable[tuple[int, Prompt]],
-    seed: int,
-    streams: tuple[tuple[int, ...], tuple[int, ...]],
-    completions: int = 1,
-) -> list[Row]:
+def make_rows(prompts: Iterable[tuple[int, Prompt]], seed: int, streams: Streams, completions: int = 1) -> list[Row]:
     """Return the completions to make of prompts, a function of seed and position.
 
     Args:

@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from datasets import Dataset, IterableDataset
 from transformers import EvalPrediction, TrainerState
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
 from hfppo.collect.collector import Collector
 from hfppo.config import PPOConfig
-from hfppo.data.prompt_stream import EvalDataset
+from hfppo.data.prompt_stream import AnyDataset, EvalDataset
 from hfppo.data.prompts import EMPTY_PROMPT, Prompts
 from hfppo.metrics import Measures, Meter, parts
 from hfppo.models.modes import eval_mode
@@ -21,16 +20,14 @@ from hfppo.rewards.reward_func import RewardWrapper
 from hfppo.sample import Sample, Text
 from hfppo.support.out_of_memory import explain_out_of_memory
 
+ComputeMetrics = Callable[[EvalPrediction], dict[str, float]] | None  # the argument of PPOTrainer
+
 # Every evaluation has these metrics; each reward function adds its own.
 SCORE_METRICS = ("reward", "reward_std", "unscorable_frac", "completions/mean_length", "completions/truncated_frac")
 
 
 def eval_output(
-    completions: Any,
-    metrics: dict[str, float],
-    prompts: Prompts,
-    compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None,
-    prefix: str,
+    completions: Any, metrics: dict[str, float], prompts: Prompts, compute_metrics: ComputeMetrics, prefix: str
 ) -> EvalLoopOutput:
     """Return the output of Trainer's evaluation loop, with the user's own metrics and all names prefixed.
 
@@ -93,10 +90,7 @@ def measure_batch(collector: Collector, samples: Sequence[Sample], state: Traine
 
 
 def check_best_metric(
-    args: PPOConfig,
-    eval_dataset: EvalDataset,
-    rewards: RewardFunctions,
-    compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None,
+    args: PPOConfig, eval_dataset: EvalDataset, rewards: RewardFunctions, compute_metrics: ComputeMetrics
 ) -> None:
     """Raise if no evaluation has `metric_for_best_model`. Without this, the first evaluation ends the run.
 
@@ -120,9 +114,7 @@ def check_best_metric(
         )
 
 
-def choose_dataset(
-    requested: str | Dataset | IterableDataset | None, current: EvalDataset
-) -> Dataset | IterableDataset:
+def choose_dataset(requested: str | AnyDataset | None, current: EvalDataset) -> AnyDataset:
     """Return the dataset to evaluate on.
 
     Args:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from hfppo import functional as F
 from hfppo.collect.credit import Credited
 from hfppo.config import PPOConfig
 from hfppo.environments.tool_calls import RAISED, TIMEOUT, UNKNOWN
+from hfppo.functional.advantages import Total
 from hfppo.metrics import Measures, parts, parts_of
 from hfppo.rewards.functions import score_table
 from hfppo.rewards.reward_func import Numbers
@@ -42,9 +43,7 @@ def measure_scores(samples: Sequence[Sample], numbers: Numbers) -> Measures:
     return measures
 
 
-def measure_rollout(
-    credited: Credited, kl_coef: float, args: PPOConfig, total: Callable[[Tensor], Tensor]
-) -> Measures:
+def measure_rollout(credited: Credited, kl_coef: float, args: PPOConfig, total: Total) -> Measures:
     """Measure a rollout; docs/metrics.md has the meaning of each name.
 
     Args:
@@ -72,7 +71,7 @@ def measure_rollout(
     return measures | measure_values(credited, args.bounds, total)
 
 
-def measure_values(credited: Credited, bounds: F.ValueRange | None, total: Callable[[Tensor], Tensor]) -> Measures:
+def measure_values(credited: Credited, bounds: F.ValueRange | None, total: Total) -> Measures:
     """Measure the critic's values, their targets, and how well they explain outcomes; {} without a critic.
 
     Targets with λ < 1 contain the values themselves: at 240 tokens and λ = 0.95, values without any relation to the
@@ -151,7 +150,7 @@ def scores_alike(scores: Tensor, scored: Tensor, counts: Tensor, num_generations
     return alike | ~counts.any(dim=1)
 
 
-def measure_mismatch(rollout: Rollout, args: PPOConfig, total: Callable[[Tensor], Tensor]) -> Measures:
+def measure_mismatch(rollout: Rollout, args: PPOConfig, total: Total) -> Measures:
     """Measure the distance between the log-probs of sampler and training model, and the weights that correct it."""
     mask = rollout.mask
     difference = parts((rollout.old_logprobs - rollout.rollout_logprobs).abs(), mask)

@@ -8,8 +8,9 @@ from datasets import Dataset, IterableDataset
 
 from hfppo.data.prompts import Prompt, Prompts
 
+AnyDataset: TypeAlias = Dataset | IterableDataset
 # Evaluation datasets as PPOTrainer takes them; a stream is read whole.
-EvalDataset: TypeAlias = Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None
+EvalDataset: TypeAlias = AnyDataset | dict[str, AnyDataset] | None
 
 CHUNK = 256  # rows that are read, checked and tokenized at once
 

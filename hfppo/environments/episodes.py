@@ -26,13 +26,13 @@ from hfppo.environments.agents import COLUMN, Agents, EnvironmentPool
 from hfppo.environments.chat_format import ChatFormat, check_template, parse_turn, text_message
 from hfppo.environments.environment import TextEnvironment, finite_reward, joined, replace_halves, text_of, tools_of
 from hfppo.environments.tool_calls import TIMEOUT, ToolCall, run_calls
-from hfppo.sample import Ended, Sample, Turn
+from hfppo.sample import Ended, Ids, Sample, Turn
 from hfppo.state import stream_seed
 from hfppo.support.background import Questions
 from hfppo.support.calls import call_with_limit
 
 # Completes prompts, each with its seed and its maximum number of tokens; greedily without seeds.
-TurnSampler = Callable[[list[list[int]], list[int] | None, list[int]], list[Turn]]
+TurnSampler = Callable[[list[Ids], list[int] | None, list[int]], list[Turn]]
 
 Ask = Callable[[Any], Coroutine[Any, Any, Turn]]  # samples the next turn of an episode
 

@@ -20,6 +20,7 @@ __all__ = [
 ]  # fmt: skip
 
 Estimator = TypeVar("Estimator", bound=Callable)
+Total = Callable[[Tensor], Tensor]  # the sum of a (B, T) tensor, here or over the rows of all processes
 
 
 def whitened(estimator: Estimator) -> Estimator:
@@ -139,9 +140,7 @@ def length_adaptive_lam(mask: Tensor, alpha: float) -> Tensor:
     return (1.0 - 1.0 / (alpha * mask.sum(dim=1).clamp(min=1))).clamp(min=0.0)
 
 
-def whiten(
-    x: Tensor, mask: Tensor, correction: int = 0, eps: float = 1e-8, total: Callable[[Tensor], Tensor] = torch.sum
-) -> Tensor:
+def whiten(x: Tensor, mask: Tensor, correction: int = 0, eps: float = 1e-8, total: Total = torch.sum) -> Tensor:
     """Shift to mean 0 and scale to unit variance over the real tokens of all rows.
 
         (x − mean) / √(var + eps),   var = Σ (x − mean)² / (count − correction)

@@ -1,10 +1,9 @@
 """Importance weights between the policy that sampled and the policy that is trained."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from hfppo.functional.advantages import Total
 from hfppo.functional.kl import clamp_log_ratio
 from hfppo.functional.shape_checks import require_same_shape
 
@@ -16,11 +15,7 @@ MISMATCH_MODES = tuple(
 
 
 def importance_weights(
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    mask: Tensor,
-    mode: str = "token_truncate",
-    clip_max: float = 2.0,
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, mode: str = "token_truncate", clip_max: float = 2.0
 ) -> tuple[Tensor, Tensor]:
     """Weights that turn an average over π_rollout's tokens into one over π_old's, with a bound on their variance.
 
@@ -79,7 +74,7 @@ def align_returns(returns: Tensor, ratio: Tensor, low: float = 0.0) -> tuple[Ten
     return low + ratio * (returns - low), ratio <= MAX_ALIGNED_RATIO
 
 
-def effective_sample_size(weights: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor] = torch.sum) -> float:
+def effective_sample_size(weights: Tensor, mask: Tensor, total: Total = torch.sum) -> float:
     """Share of the tokens that would give the same variance with equal weights; 1 if all weights are equal.
 
         (Σ w)² / (N·Σ w²)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from hfppo.functional.advantages import Total
 from hfppo.functional.shape_checks import require_same_shape
 
 __all__ = ["VALUE_LINKS", "VALUE_LOSSES", "ValueRange", "bce_value_loss", "explained_variance", "value_loss"]
@@ -80,9 +81,7 @@ def bce_value_loss(logits: Tensor, returns: Tensor, value_range: ValueRange) -> 
     return softplus(logits) - value_range.share(returns) * logits
 
 
-def explained_variance(
-    values: Tensor, returns: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor] = torch.sum
-) -> float:
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, total: Total = torch.sum) -> float:
     """1 − Var(R − V)/Var(R) over real tokens: 1 is a perfect critic, 0 a constant one, below 0 a harmful one.
 
     Args:

@@ -17,7 +17,7 @@ from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.batch_size import sampler_rows
 from hfppo.models.modes import attributes, is_sharded
 from hfppo.models.output_head import float32_logits
-from hfppo.sample import Turn
+from hfppo.sample import Ids, Turn
 from hfppo.state import stream_seed
 from hfppo.support.padding import pad_left
 
@@ -121,9 +121,7 @@ class TransformersSampler(Sampler):
         finally:
             self.weights_stay, self.rows = False, []
 
-    def __call__(
-        self, prompts: list[list[int]], seeds: list[int] | None, budgets: list[int] | None = None
-    ) -> list[Turn]:
+    def __call__(self, prompts: list[Ids], seeds: list[int] | None, budgets: list[int] | None = None) -> list[Turn]:
         """See `Sampler`."""
         if not self.rows:  # otherwise their KV cache fills some of the memory that was free in the first turn
             size = max(map(len, prompts)), self.sampling.max_tokens

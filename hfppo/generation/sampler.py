@@ -7,7 +7,7 @@ from typing import Protocol
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from hfppo.generation.stop_strings import StopStrings
-from hfppo.sample import Turn
+from hfppo.sample import Ids, Turn
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,7 @@ class Sampler(Protocol):
         """Load the current weights; the sampler may be called inside the block."""
         return nullcontext()
 
-    def __call__(
-        self, prompts: list[list[int]], seeds: list[int] | None, budgets: list[int] | None = None
-    ) -> list[Turn]:
+    def __call__(self, prompts: list[Ids], seeds: list[int] | None, budgets: list[int] | None = None) -> list[Turn]:
         """Sample one turn per prompt.
 
         Args:

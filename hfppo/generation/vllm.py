@@ -22,7 +22,7 @@ from hfppo.config import PPOConfig
 from hfppo.generation.sampler import Sampler, Sampling
 from hfppo.models.actor_critic import ActorCritic
 from hfppo.models.loading import positions_of
-from hfppo.sample import Turn
+from hfppo.sample import Ids, Turn
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM accepts for `max_lora_rank`
 # Fields of LoraConfig that vLLM does not support: it rejects such an adapter, or ignores a part of it.
@@ -120,9 +120,7 @@ class VLLMSampler(Sampler):
             shutil.rmtree(old.folder)
         self.adapter = new
 
-    def __call__(
-        self, prompts: list[list[int]], seeds: list[int] | None, budgets: list[int] | None = None
-    ) -> list[Turn]:
+    def __call__(self, prompts: list[Ids], seeds: list[int] | None, budgets: list[int] | None = None) -> list[Turn]:
         """See `Sampler`."""
         assert self.adapter is not None, "call it inside `ready`"
         nothing = [None] * len(prompts)

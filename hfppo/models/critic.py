@@ -65,11 +65,7 @@ class Critic(nn.Module):
     """
 
     def __init__(
-        self,
-        source: "CriticSource",
-        hidden_size: int,
-        peft_config: PeftConfig | None = None,
-        trunk: PeftModel | None = None,
+        self, source: "CriticSource", hidden_size: int, peft_config: PeftConfig | None, trunk: PeftModel | None = None
     ):
         super().__init__()
         self.kind, self.layers, self.bounds = source.kind, source.layers, source.bounds

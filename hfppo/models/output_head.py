@@ -103,11 +103,7 @@ def adjust_logits(model: PreTrainedModel | PeftModel, logits: Tensor) -> Tensor:
 
 
 def token_logprobs(
-    model: PreTrainedModel | PeftModel,
-    hidden: Tensor,
-    tokens: Tensor,
-    temperature: float,
-    entropy: Entropy = "none",
+    model: PreTrainedModel | PeftModel, hidden: Tensor, tokens: Tensor, temperature: float, entropy: Entropy = "none"
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log-probabilities and entropies of tokens in chunks; memory hardly grows with the vocabulary.
 

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from peft import PeftConfig, PeftModel
@@ -21,6 +21,9 @@ from hfppo.rewards.process_model import ProcessRewardModel
 from hfppo.rewards.server import RewardServer
 from hfppo.rewards.tolerant import TolerantReward
 
+# A tokenizer for each reward function, or one for a single function.
+RewardTokenizers: TypeAlias = PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None
+
 # By the end of a class's name, how it is loaded and how it rewards.
 MODELS: dict[str, tuple[Any, type[RewardModel]]] = {
     "ForSequenceClassification": (AutoModelForSequenceClassification, RewardModel),
@@ -28,12 +31,7 @@ MODELS: dict[str, tuple[Any, type[RewardModel]]] = {
 }
 
 
-def load_reward_funcs(
-    funcs: object,
-    tokenizers: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None,
-    base_name: str,
-    device: torch.device,
-) -> list[Any]:
+def load_reward_funcs(funcs: object, tokenizers: RewardTokenizers, base_name: str, device: torch.device) -> list[Any]:
     """Load the reward models, adapters and servers among `reward_funcs`.
 
     Args:

@@ -25,7 +25,7 @@ from hfppo.environments.agents import OF_TURNS
 from hfppo.generation.sampler import Sampler, completion_ids, eos_token_ids
 from hfppo.models.loading import load_base_of, load_tokenizer, name_in_errors
 from hfppo.reporting.traces import Trace, first_traces
-from hfppo.sample import Turn
+from hfppo.sample import Ids, Turn
 from hfppo.saving.checkpoint_folders import find_last_intact
 from hfppo.saving.manifest import find_damage
 from hfppo.state import PPOState
@@ -46,9 +46,7 @@ class FixedCompletion(Sampler):
 
     ids: list[int]  # EOS included
 
-    def __call__(
-        self, prompts: list[list[int]], seeds: list[int] | None, budgets: list[int] | None = None
-    ) -> list[Turn]:
+    def __call__(self, prompts: list[Ids], seeds: list[int] | None, budgets: list[int] | None = None) -> list[Turn]:
         """See `Sampler`; the log-probs are 0, because nothing was sampled."""
         return [Turn(self.ids, [0.0] * len(self.ids))] * len(prompts)
 
