@@ -257,9 +257,7 @@ def balanced_sizes(lengths: list[int], shared: list[int], num_micro_batches: int
     """
     longest = max(lengths)
     budgets = range(longest, longest * len(lengths))
-    enough = bisect_left(
-        budgets, True, key=lambda budget: len(sizes_within(lengths, shared, budget)) <= num_micro_batches
-    )
+    enough = bisect_left(budgets, True, key=lambda most: len(sizes_within(lengths, shared, most)) <= num_micro_batches)
     sizes = sizes_within(lengths, shared, longest + enough)
     while len(sizes) < num_micro_batches:
         largest = sizes.index(max(sizes))

@@ -12,7 +12,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hfppo.data.prompts import Row
 from hfppo.endpoint.command import Command
 from hfppo.endpoint.session import Call, Session
 from hfppo.environments.agents import Agents, EnvironmentPool
@@ -71,12 +70,13 @@ class AgentPlayer(EpisodePlayer):
         """Play an episode, from the start of the agent to its end."""
         from hfppo.endpoint.server import this_server  # needs the extra `endpoint`
 
-        server, value, error = this_server(), None, None
+        agent, server, value, error = self.agents.agent, this_server(), None, None
         session = Session(episode, ask, self.chat_format, self.args, self.max_prompt)
         key = server.begin(session)
         try:
             async with asyncio.timeout(self.args.tool_timeout) as limit:
-                value = await self.run(episode.row, server.url, key)
+                given = {"base_url": server.url, "api_key": key, **columns_for(agent, episode.row)}
+                value = await call_with_limit(partial(agent, **given), None, "")
                 self.check(value, session)
         except (Exception, SystemExit) as raised:
             error = raised
@@ -99,12 +99,6 @@ class AgentPlayer(EpisodePlayer):
         episode.turn_rewards = {call.end: x for name, x in by_id.items() if (call := session.call_of(name))}
         episode.row = replace(episode.row, columns={**episode.row.columns, "outputs": value})
         return episode
-
-    async def run(self, row: Row, base_url: str, api_key: str) -> Any:
-        """Run the agent, and return what it returns."""
-        agent = self.agents.agent
-        given = {"base_url": base_url, "api_key": api_key, **columns_for(agent, row)}
-        return await call_with_limit(partial(agent, **given), None, "")
 
     def check(self, value: object, session: Session) -> None:
         """Raise if the agent's value cannot be used.

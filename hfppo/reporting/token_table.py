@@ -99,9 +99,8 @@ class TokenTable(JupyterMixin):
             if (getattr(row, "turn", None) or turn) > turn:
                 table.add_section()
                 turn = row.turn
-            table.add_row(
-                token, *(format_cell(getattr(row, name)) for name in shown), style="" if row.counted else "dim"
-            )
+            cells = [format_cell(getattr(row, name)) for name in shown]
+            table.add_row(token, *cells, style="" if row.counted else "dim")
         # Measured in a wide terminal, since a measured width never exceeds the terminal's.
         if Measurement.get(console, options.update(max_width=1000), table).minimum > options.max_width:
             table.padding = 0
