@@ -8,8 +8,7 @@ from operator import attrgetter
 from typing import Literal
 
 from torch.utils.hooks import RemovableHandle
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import CallbackHandler
+from transformers import Trainer, TrainerCallback, TrainerControl
 from transformers.trainer_utils import IntervalStrategy
 
 from hfppo.functional import adaptive_kl_coef
@@ -96,23 +95,15 @@ class PPOCallback(TrainerCallback):
         """
 
 
-def call_event(
-    handler: CallbackHandler,
-    event: str,
-    args: TrainingArguments,
-    state: TrainerState,
-    control: PPOControl,
-    ppo_state: PPOState,
-    **arguments: object,
-) -> None:
-    """Call an event of every `PPOCallback`; `control` then has what they return or change.
+def call_event(trainer: Trainer, event: str, control: PPOControl, **arguments: object) -> None:
+    """Call an event of every `PPOCallback` of a trainer; `control` then has what they return or change.
 
     Trainer's own `call_event` raises for events that a callback does not have.
     """
-    given = {name: getattr(handler, name) for name in PASSED} | arguments
-    for callback in handler.callbacks:
+    given = {name: getattr(trainer.callback_handler, name) for name in PASSED} | arguments
+    for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, PPOCallback):
-            returned = getattr(callback, event)(args, state, control, ppo_state=ppo_state, **given)
+            returned = getattr(callback, event)(trainer.args, trainer.state, control, **given)
             if isinstance(returned, TrainerControl):
                 vars(control).update(vars(returned))
             control.check(f"{type(callback).__name__}.{event}")

@@ -667,7 +667,7 @@ class PPOTrainer(CrashSafeTrainer):
                     f"control.{name} in a PPOCallback, see docs/callbacks.md"
                 )
         control = PPOControl.of(self.control, self.ppo_state)
-        call_event(self.callback_handler, event, self.args, self.state, control, self.ppo_state, **arguments)
+        call_event(self, event, control, ppo_state=self.ppo_state, **arguments)
         raise_first(find_faults_of_range(self.args, control.kl_coef))
         vars(self.control).update(control.flags())  # Trainer's handler keeps this object
         vars(self.ppo_state).update({name: getattr(control, name) for name in PPOState.STEERED})

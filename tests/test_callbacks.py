@@ -87,8 +87,9 @@ def sets(changes: dict) -> PPOCallback:
 )
 def test_a_callback_that_sets_what_it_cannot_is_named(changes, error, words):
     handler = SimpleNamespace(callbacks=[sets(changes)], **dict.fromkeys(PASSED))
+    trainer = SimpleNamespace(callback_handler=handler, args=None, state=None)
     with pytest.raises(error, match=words):
-        call_event(handler, "on_rollout_end", None, None, PPOControl(), None)
+        call_event(trainer, "on_rollout_end", PPOControl(), ppo_state=None)
 
 
 def test_a_callback_that_sets_the_configuration_instead_of_control_is_told(make_trainer):
