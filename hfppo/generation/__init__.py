@@ -1,12 +1,10 @@
 """Samplers: from prompts to completions."""
 
-from collections.abc import Callable
-
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from hfppo.config import PPOConfig
-from hfppo.generation.generate import SnapshotSampler, TransformersSampler
+from hfppo.generation.generate import Progress, SnapshotSampler, TransformersSampler
 from hfppo.generation.sampler import Sampler, Sampling
 from hfppo.generation.stop_strings import StopStrings
 from hfppo.models.actor_critic import ActorCritic
@@ -25,11 +23,7 @@ def configured_sampling(args: PPOConfig, tokenizer: PreTrainedTokenizerBase, eos
 
 
 def make_sampler(
-    model: ActorCritic,
-    args: PPOConfig,
-    accelerator: Accelerator,
-    sampling: Sampling,
-    on_progress: Callable[[float], None] | None = None,
+    model: ActorCritic, args: PPOConfig, accelerator: Accelerator, sampling: Sampling, on_progress: Progress
 ) -> Sampler:
     """Return the sampler that the configuration asks for. vLLM's modules are imported only where it is used.
 

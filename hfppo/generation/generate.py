@@ -24,6 +24,7 @@ from hfppo.support.padding import pad_left
 BLOCK = 64  # tokens whose probabilities are summed in float32
 CHUNK = 32  # most tokens of a sequence in one call of `generate`
 BELOW_ONE = 1.0 - 2.0**-53  # the largest float64 below 1
+Progress = Callable[[float], None]  # takes the share that is done, from 0 to 1
 
 
 class SeededChoice(LogitsProcessor):
@@ -99,11 +100,7 @@ class TransformersSampler(Sampler):
     """
 
     def __init__(
-        self,
-        model: ActorCritic,
-        sampling: Sampling,
-        batch_size: int | None,
-        on_progress: Callable[[float], None] | None = None,
+        self, model: ActorCritic, sampling: Sampling, batch_size: int | None, on_progress: Progress | None = None
     ):
         self.model, self.sampling, self.batch_size = model, sampling, batch_size
         self.on_progress = on_progress or (lambda share: None)

@@ -70,7 +70,7 @@ def compare(
     for name, config in placements.items():
         args = PPOConfig(tempfile.mkdtemp(), max_completion_length=settings.max_tokens, use_cpu=cpu, **config)
         start = time.perf_counter()
-        samplers[name] = make_sampler(model, args, Accelerator(cpu=cpu), settings)
+        samplers[name] = make_sampler(model, args, Accelerator(cpu=cpu), settings, lambda share: None)
         found[name] = {"start": time.perf_counter() - start, "sync": [], "seconds": [], "tokens": []}
     for turn in range(rounds + 1):  # in alternation, so that all see the machine's moods; the first warms up
         seeds = [len(prompts) * turn + n for n in range(len(prompts))]
