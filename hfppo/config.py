@@ -11,18 +11,8 @@ import torch
 from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
+from hfppo import functional as F
 from hfppo.config_checks import METRIC_SCHEDULERS, accumulation_steps, check_config, check_fields
-from hfppo.functional import (
-    ADVANTAGE_ESTIMATORS,
-    KL_ESTIMATORS,
-    MISMATCH_MODES,
-    POLICY_LOSSES,
-    REDUCTIONS,
-    VALUE_LOSSES,
-    ValueRange,
-    estimator_needs,
-    estimator_whitens,
-)
 from hfppo.trl_names import translate_names
 
 # Types with a range and its words; `check_fields` reads them from annotations, HfArgumentParser ignores them.
@@ -158,12 +148,12 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
     kl_coef: NotNegative = option(0.05, "β of the KL penalty in the reward; 0 turns it off (TRL).")
     kl_loss_coef: NotNegative = option(0.0, "Coefficient of the KL term in the loss; 0 turns it off.")
     kl_estimator: str | None = option(
-        None, "KL estimator (TRL); None: k1 in the reward, k3 in the loss.", choices=KL_ESTIMATORS
+        None, "KL estimator (TRL); None: k1 in the reward, k3 in the loss.", choices=F.KL_ESTIMATORS
     )
 
     # Changes the result: advantages.
     advantage_estimator: str = option(
-        "gae", "Estimator of the advantages; only gae has a critic.", choices=ADVANTAGE_ESTIMATORS
+        "gae", "Estimator of the advantages; only gae has a critic.", choices=F.ADVANTAGE_ESTIMATORS
     )
     gamma: Share = option(1.0, "Discount per token (TRL).")
     lam: Share = option(1.0, "λ of GAE (TRL, whose default is 0.95; arXiv:1506.02438).")
@@ -181,25 +171,25 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
     bootstrap_truncated: bool = option(False, "A truncated completion ends with the critic's value instead of 0.")
 
     # Changes the result: the losses.
-    policy_loss: str = option("ppo", "The surrogate objective.", choices=POLICY_LOSSES)
+    policy_loss: str = option("ppo", "The surrogate objective.", choices=F.POLICY_LOSSES)
     policy_mode: str | None = option(
         None,
         "log π_old: recomputed (decoupled), the sampler's (bypass), or recomputed, and the loss weighted by "
         "π_old/π_rollout. None: bypass with dis, token_truncate with `rollouts_ahead`, otherwise decoupled.",
-        choices=("decoupled", "bypass", *MISMATCH_MODES),
+        choices=("decoupled", "bypass", *F.MISMATCH_MODES),
     )
     vllm_importance_sampling_clip_max: WeightCap = option(2.0, "Largest weight c of policy_mode, or [1/c, c] (GRPO).")
     cliprange: ClipRange = option(0.2, "ε of the policy clip (TRL; arXiv:1707.06347).")
     cliprange_high: Positive | None = option(None, "ε above 1; None: cliprange (arXiv:2503.14476).")
     dual_clip: DualClip | None = option(None, "c > 1 bounds the loss where A < 0 (arXiv:1912.09729).")
-    loss_reduction: str = option("token-mean", "Reduces the losses of tokens to one number.", choices=REDUCTIONS)
+    loss_reduction: str = option("token-mean", "Reduces the losses of tokens to one number.", choices=F.REDUCTIONS)
     entropy_coef: NotNegative = option(0.0, "Weight of the entropy bonus; 0 turns it off (GRPO).")
 
     # Changes the result: the critic.
     critic_learning_rate: NotNegative | None = option(None, "Learning rate of the critic; None: `learning_rate`.")
     num_critic_epochs: Count | None = option(None, "The critic's passes over each rollout; None: num_ppo_epochs.")
     value_range: Range | None = option(None, "[low, high] of the return; None: no bound (arXiv:2608.23566).")
-    value_loss: str = option("mse", "mse; or with `value_range` bce (arXiv:2609.26355).", choices=tuple(VALUE_LOSSES))
+    value_loss: str = option("mse", "mse; or with `value_range` bce (arXiv:2609.26355).", choices=F.VALUE_LOSSES)
     critic_update: Literal["together", "after_actor", "policy_aligned"] = option(
         "together", "The critic's steps: with the actor's, after them, or after them with weighted returns."
     )
@@ -363,17 +353,17 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
         return self.cliprange if self.cliprange_high is None else self.cliprange_high
 
     @property
-    def bounds(self) -> ValueRange | None:
+    def bounds(self) -> F.ValueRange | None:
         """The range of the values with the link that fits `value_loss`; None: no bound."""
         if self.value_range is None:
             return None
         low, high = self.value_range
-        return ValueRange(low, high, VALUE_LOSSES[self.value_loss])
+        return F.ValueRange(low, high, F.VALUE_LOSSES[self.value_loss])
 
     @property
     def needs_critic(self) -> bool:
         """Whether the advantage estimator reads values."""
-        return estimator_needs(self.advantage_estimator, "values")
+        return F.estimator_needs(self.advantage_estimator, "values")
 
     @property
     def selects_groups(self) -> bool:
@@ -383,7 +373,7 @@ class PPOConfig(TrainingArguments, metaclass=TranslatesNames):
     @property
     def whitens_advantages(self) -> bool:
         """Whether advantages are whitened: `whiten_advantages`, or as the estimator's paper does."""
-        habit = estimator_whitens(self.advantage_estimator)
+        habit = F.estimator_whitens(self.advantage_estimator)
         return habit if self.whiten_advantages is None else self.whiten_advantages
 
     @property

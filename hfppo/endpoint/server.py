@@ -29,12 +29,9 @@ from hfppo.endpoint.session import Session
 MOST_BYTES = 2**24  # of a request's body
 RETRIES = "x-stainless-retry-count"  # header of the clients of openai and anthropic
 
+Body = Mapping[str, Any]  # of a request or an answer
 # How a request is read, and its answer written, at once or as a stream.
-Format = tuple[
-    Callable[[Mapping[str, Any]], Request],
-    Callable[[Answer, Mapping[str, Any]], Mapping[str, Any]],
-    Callable[[Answer, Mapping[str, Any]], Iterator[str]],
-]
+Format = tuple[Callable[[Body], Request], Callable[[Answer, Body], Body], Callable[[Answer, Body], Iterator[str]]]
 FORMATS: dict[str, Format] = {
     "/v1/chat/completions": (read_chat, chat_answer, chat_events),
     "/v1/responses": (read_responses, responses_answer, responses_events),

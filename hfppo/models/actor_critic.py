@@ -25,15 +25,7 @@ from transformers.utils import ModelOutput
 
 from hfppo.models.adapter_checks import unchanged, warn_of_left_out
 from hfppo.models.adapter_switch import ACTOR, CRITIC, REFERENCE, AdapterSwitch
-from hfppo.models.critic import (
-    CRITIC_FOLDER,
-    CriticSource,
-    build_critic,
-    critic_config,
-    find_critic,
-    only_adaptable,
-    shared_copy,
-)
+from hfppo.models.critic import CRITIC_FOLDER, CriticSource, build_critic, find_critic, only_adaptable, shared_copy
 from hfppo.models.layout import Layout, hidden_states, lay_out, run_trunk, trunk_of
 from hfppo.models.loading import check_adapter, check_vocabulary, fit_to_model, keep_four_bits
 from hfppo.models.lower_layers import record_states, start_from
@@ -104,7 +96,7 @@ class ActorCritic(PeftModelForCausalLM):
             keep_four_bits(ref_model)
         source = None if critic is None else find_critic(critic)
         config = fit_to_model(peft_config, base)  # a copy: PEFT resolves "all-linear" in place
-        of_critic = None if source is None else critic_config(source, peft_config, base)
+        of_critic = None if source is None else source.config_for(base, peft_config)
         base.requires_grad_(False)  # PEFT freezes only the layers that it sees
         with unchanged(base, "peft_config"), warn_of_left_out(base, peft_config, config):
             if source is not None and source.kind == "adapter":  # the first, as PEFT draws the weights

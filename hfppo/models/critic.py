@@ -187,6 +187,19 @@ class CriticSource:
         """Whether the critic reads the actor's hidden states."""
         return self.kind in ("shared", "shared_detached")
 
+    def config_for(self, base: PreTrainedModel, actors: PeftConfig) -> PeftConfig | None:
+        """Return the configuration of the critic's adapter, by default as the actor's; None without an adapter."""
+        if self.is_shared:
+            return None
+        model = base if isinstance(self.model, str) else self.model
+        config: Any = fit_to_model(self.peft_config or actors, model)
+        config.task_type = config.base_model_name_or_path = None
+        # Trained all the same: some methods of PEFT allow one adapter that says so.
+        config.inference_mode, config.ensure_weight_tying = True, False
+        if self.layers is not None:
+            config.trainable_token_indices = None
+        return config
+
     def check(self, actor: PreTrainedModel | PeftModel) -> None:
         """Raise ValueError unless layers, prompts and the kind of the critic fit each other and the actor."""
         count = actor.config.get_text_config().num_hidden_layers
@@ -275,7 +288,7 @@ def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftC
     in its middle: a score is no output of their head.
 
     Args:
-        peft_config: from `critic_config`.
+        peft_config: from `CriticSource.config_for`.
     Raises:
         ValueError: the model's layers are spread over devices, or another model's embeddings were resized.
     """
@@ -306,20 +319,6 @@ def build_critic(source: CriticSource, base: PreTrainedModel, peft_config: PeftC
 def width_of(head: nn.Module | None, model: PreTrainedModel) -> int:
     """Return the width of a head's inputs; some models project their states to another width before the head."""
     return getattr(head, "in_features", model.config.get_text_config().hidden_size)
-
-
-def critic_config(source: CriticSource, peft_config: PeftConfig, base: PreTrainedModel) -> PeftConfig | None:
-    """Return the configuration of a critic's adapter, by default as the actor's; None without an adapter."""
-    if source.is_shared:
-        return None
-    model = base if isinstance(source.model, str) else source.model
-    config: Any = fit_to_model(source.peft_config or peft_config, model)
-    config.task_type = config.base_model_name_or_path = None
-    # Trained all the same: some methods of PEFT allow one adapter that says so.
-    config.inference_mode, config.ensure_weight_tying = True, False
-    if source.layers is not None:
-        config.trainable_token_indices = None
-    return config
 
 
 @contextmanager

@@ -11,15 +11,10 @@ from peft import LoraConfig, PeftConfig, PeftModel, TaskType, load_peft_weights
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import CONFIG_NAME, INCLUDE_LINEAR_LAYERS_SHORTHAND, ModulesToSaveWrapper, get_peft_model_state_dict
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, unset_hf_deepspeed_config
 
+from hfppo.config import PPOConfig
 from hfppo.models.vocabulary import saved_vocabulary
 
 # Fields of an adapter's configuration that cannot be set, and the reason.
@@ -48,7 +43,7 @@ def as_name(given: Any) -> Any:
 
 
 @contextmanager
-def load_whole(args: TrainingArguments) -> Iterator[None]:
+def load_whole(args: PPOConfig) -> Iterator[None]:
     """Make `from_pretrained` load complete weights in the block. Without this, it keeps shards under ZeRO-3.
 
     Adapters, heads and checks need the shapes and numbers. DeepSpeed shards the model when training begins, as FSDP2

@@ -132,3 +132,11 @@ def list_trace_files(output_dir: str | Path, kinds: Sequence[str] = ("rollout", 
 def rollout_number(path: Path) -> int:
     """Return the rollout's number from the name of its trace file."""
     return int(path.stem.rpartition("-")[2])
+
+
+def remove_traces(output_dir: str | Path, first: int, kind: str) -> None:
+    """Remove the files from rollout `first` on: an earlier run wrote them, or this one before it was resumed."""
+    for path in list_trace_files(output_dir, [kind]):
+        if rollout_number(path) >= first:
+            with ignore_write_errors(path):
+                path.unlink()

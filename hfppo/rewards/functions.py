@@ -1,11 +1,10 @@
 """Call reward functions, combine their scores, and place them on tokens."""
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from math import isnan
+from math import fsum, isfinite, isnan
 from typing import Any
 
 import torch
@@ -160,12 +159,12 @@ def check_weights(weights: Sequence[float] | None, names: list[str]) -> list[flo
             f"reward_weights has {len(weights)} entries for {len(names)} reward functions ({', '.join(names)}); "
             "give one weight each"
         )
-    if not any(weights) or not all(map(math.isfinite, weights)):
+    if not any(weights) or not all(map(isfinite, weights)):
         raise ValueError(f"reward_weights={weights!r}: give finite numbers, 0 to only log, and at least one other")
     return weights
 
 
 def score_table(samples: Sequence[Sample]) -> Tensor:
     """Return the scores of B samples by F functions, (B, F) float32; NaN where a function is left out."""
-    rows = [[math.fsum(x) if isinstance(x, list) else x for x in sample.scores.values()] for sample in samples]
+    rows = [[fsum(x) if isinstance(x, list) else x for x in sample.scores.values()] for sample in samples]
     return torch.tensor(rows, dtype=torch.float32)

@@ -11,16 +11,7 @@ from hfppo.collect.check_finite import NonFiniteError
 from hfppo.functional import Clip
 from hfppo.models.modes import is_sharded
 from hfppo.reporting.completions import log_table
-from hfppo.reporting.traces import (
-    add_update,
-    first_traces,
-    list_trace_files,
-    read_traces,
-    rollout_number,
-    trace_file,
-    write_traces,
-)
-from hfppo.support.files import ignore_write_errors
+from hfppo.reporting.traces import add_update, first_traces, read_traces, remove_traces, trace_file, write_traces
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +63,7 @@ class TokenTraceCallback(PPOCallback):
     def on_rollout_end(self, args, state, control, *, rollout, ppo_state, processing_class=None, **kwargs):
         number, step = ppo_state.rollouts, state.global_step
         if state.is_world_process_zero:
-            self._remove_stale_files(args.output_dir, number)
+            remove_traces(args.output_dir, number, self._kind)
         last = step + args.updates_per_rollout >= state.max_steps
         if (number - 1) % self.every and not last:
             return
@@ -86,13 +77,6 @@ class TokenTraceCallback(PPOCallback):
             count = self.num_completions if self.trainer is None else len(rollout)
             traces = first_traces(rollout, count, processing_class, args, ppo_state, step, self._kind)
             write_traces(trace_file(args.output_dir, number, self._kind), traces)
-
-    def _remove_stale_files(self, output_dir: str, number: int) -> None:
-        """Remove files from rollout `number` on: an earlier run wrote them, or this one before it was resumed."""
-        for path in list_trace_files(output_dir, [self._kind]):
-            if rollout_number(path) >= number:
-                with ignore_write_errors(path):
-                    path.unlink()
 
     def on_update_end(self, args, state, control, *, model, ppo_state, **kwargs):
         path = trace_file(args.output_dir, ppo_state.rollouts, self._kind)
