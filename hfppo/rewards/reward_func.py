@@ -131,6 +131,11 @@ class RewardWrapper(BatchReward):
 
     func: RewardFunc
 
+    @property
+    def name(self) -> str:
+        """The name of the innermost function."""
+        return plain_name(self)
+
 
 def unwrap(func: object) -> Any:
     """Return the innermost function of nested wrappers and `functools.partial` objects."""

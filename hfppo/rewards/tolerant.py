@@ -7,16 +7,7 @@ from functools import partial
 from numbers import Real
 from typing import Any, Literal
 
-from hfppo.rewards.reward_func import (
-    Log,
-    RewardBatch,
-    RewardWrapper,
-    call_func,
-    check_reward,
-    is_async,
-    plain_name,
-    rows_of,
-)
+from hfppo.rewards.reward_func import Log, RewardBatch, RewardWrapper, call_func, check_reward, is_async, rows_of
 from hfppo.support.calls import call_in_thread, finish_within
 
 logger = logging.getLogger(__name__)
@@ -77,13 +68,13 @@ class TolerantReward(RewardWrapper):
         if any(log.failed):
             count, first = sum(log.failed), log.failed.index(True)
             where = f"failed for {count} of {len(log.failed)} completions; the first is row {first}"
-            logger.warning("reward function %r %s: %r", plain_name(self), where, rewards[first])
+            logger.warning("reward function %r %s: %r", self.name, where, rewards[first])
         fallback = None if self.on_error == "skip" else self.on_error
         return [fallback if lost else reward for lost, reward in zip(log.failed, rewards, strict=True)]
 
     def _row_by_row(self, batch: RewardBatch, error: Exception) -> list[object]:
         """Call the function for each row, until more rows have failed than may. These calls log nothing."""
-        logger.warning("reward function %r failed and is called again for each row: %r", plain_name(self), error)
+        logger.warning("reward function %r failed and is called again for each row: %r", self.name, error)
         rewards: list[object] = []
         for row, sample in enumerate(batch.samples):
             try:
@@ -99,14 +90,13 @@ class TolerantReward(RewardWrapper):
         Raises:
             TimeoutError: it took longer than `timeout`.
         """
-        name = plain_name(self)
-        late = f"reward function {name!r} gave no answer within {self.timeout} s; raise timeout, or correct it"
+        late = f"reward function {self.name!r} gave no answer within {self.timeout} s; raise timeout, or correct it"
         output = finish_within(self.timeout, late, partial(call_func, self.func, batch, log))
         lengths = [len(ids) for ids in batch.completion_ids]
-        rewards = rows_of(name, output, lengths)
+        rewards = rows_of(self.name, output, lengths)
         for row, (reward, length) in enumerate(zip(rewards, lengths, strict=True)):
             try:
-                check_reward(name, first + row, reward, length)
+                check_reward(self.name, first + row, reward, length)
             except (TypeError, ValueError) as error:
                 rewards[row] = error
         return rewards
@@ -116,6 +106,6 @@ class TolerantReward(RewardWrapper):
         failures = [reward for reward in rewards if isinstance(reward, Exception)]
         if len(failures) > (allowed := math.ceil(self.max_failed * rows)):
             raise RewardError(
-                f"reward function {plain_name(self)!r} failed for more than {allowed} of {rows} completions, which is "
+                f"reward function {self.name!r} failed for more than {allowed} of {rows} completions, which is "
                 f"what max_failed={self.max_failed} allows; the first: {failures[0]!r}"
             ) from failures[0]
