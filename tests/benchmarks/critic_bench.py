@@ -41,8 +41,8 @@ WARMUP = {"critic_warmup": 10}  # in percent of the rollouts; the papers have 10
 GROUPS = {"num_generations": 8}
 DR_GRPO = {"advantage_estimator": "grpo", "scale_rewards": "none", "loss_reduction": "seq-mean-token-sum-norm"}
 
-# Fields of PPOConfig by method. All take log π_old from the sampler, have no KL, and three times the actor's learning
-# rate for the critic.
+# Fields of PPOConfig by method. All take log π_old from the sampler, have no KL, and for the critic a learning rate of
+# three times the actor's, or of `critic_rate` times.
 METHODS: dict[str, dict[str, Any]] = {
     "PPO .95": {"lam": 0.95},
     "PPO 1": {"lam": 1.0},
@@ -66,25 +66,39 @@ METHODS: dict[str, dict[str, Any]] = {
     "PPO 1, dis": {"lam": 1.0, "policy_loss": "dis", "cliprange": 0.3, "cliprange_high": 5.0},
     "PPO 1, two critic epochs": {"lam": 1.0, "num_critic_epochs": 2},
     "PPO 1, no attention": {"lam": 1.0},
+    "PPO, α 0.4": {"lam_alpha": 0.4},
+    "PPO .95, critic's 1": {"lam": 0.95, "lam_critic": 1.0},
+    "PPO 1, raw": {"lam": 1.0, "whiten_advantages": False},
+    "PPO 1, KL": {"lam": 1.0, "kl_coef": 0.05},
 }
+for n in (1, 10):
+    METHODS[f"PPO 1, bounded, critic's rate × {n}"] = {**METHODS["PPO 1, bounded"], "critic_rate": n}
+for name, n in product(["PACT", "PACT without ratio"], [1, 8, 32]):
+    METHODS[f"{name}, steps × {n}"] = {**METHODS[name], "num_mini_batches": n, "per_device_train_batch_size": 64 // n}
 LORA = {"r": 16, "lora_alpha": 32}
 MLP = ["gate_proj", "up_proj", "down_proj"]
 NO_ATTENTION = {"SAO": MLP, "PPO 1, no attention": MLP}  # the layers that a critic adapts, if not all
 
-
-# Methods without runs of seed 0 take another's rate.
-LIKE = {"PACT without ratio": "PACT", "VAPO": "PPO .95", "BPCO + answer": "BPCO", "PPO 1, dppo": "PPO 1"}
-LIKE |= {"PPO, α 1.5": "PPO 1", "PPO 1, dis": "PPO 1", "PPO 1, bounded": "PPO 1", "RLOO": "Dr. GRPO"}
-LIKE |= {"PPO 1, two critic epochs": "PPO 1", "PPO 1, no attention": "PPO 1"}
-LIKE |= {"Dr. GRPO, twice": "Dr. GRPO", "REINFORCE++, twice": "REINFORCE++"}
+# Methods without runs of seed 0 take the rate of another: "PPO 1, …" that of "PPO 1", and these:
+LIKE = {"PACT without ratio": "PACT", "VAPO": "PPO .95", "BPCO + answer": "BPCO", "RLOO": "Dr. GRPO"}
+LIKE |= dict.fromkeys(["PPO, α 1.5", "PPO, α 0.4"], "PPO 1")
 BASELINE = "REINFORCE++"  # which the report compares the others with
-CLAIMS = [("PPO 1", "PPO .95"), ("BPCO", "PPO 1"), ("PACT", "PPO 1"), ("SAO", "PPO 1"), ("VAPO", "PPO .95")]
-CLAIMS += [("Dr. GRPO", "PPO 1"), ("RLOO", "Dr. GRPO"), ("PPO 1, bounded", "PPO 1"), ("BPCO + answer", "BPCO")]
-CLAIMS += [("PPO, α 1.5", "PPO 1"), ("PACT", "PACT without ratio"), ("PPO 1, dppo", "PPO 1"), ("PPO 1, dis", "PPO 1")]
-CLAIMS += [("SAO", "PPO .9"), ("PPO 1", "PPO .9"), ("VAPO", "PPO 1")]
-CLAIMS += [("PPO 1, two critic epochs", "PPO 1"), ("PPO 1, no attention", "PPO 1")]
+CLAIMS = [("PPO 1", "PPO .95"), ("BPCO", "PPO 1"), ("PACT", "PPO 1"), ("SAO", "PPO 1"), ("SAO", "PPO .9")]
+CLAIMS += [("PPO 1", "PPO .9"), ("VAPO", "PPO .95"), ("VAPO", "PPO 1"), ("Dr. GRPO", "PPO 1"), ("RLOO", "Dr. GRPO")]
+CLAIMS += [("BPCO + answer", "BPCO"), ("PACT", "PACT without ratio"), ("PPO, α 1.5", "PPO 1"), ("PPO, α 0.4", "PPO 1")]
 CLAIMS += [("REINFORCE++, twice", "PPO 1"), ("REINFORCE++, twice", "PACT"), ("Dr. GRPO, twice", "PPO 1")]
-NOT_SHOWN = "PPO,", "PPO 1,", "PACT w", "RLOO", "VAPO", "BPCO +", "Dr. GRPO,"  # on the page, by their beginnings
+CLAIMS += [(name, whole) for name in METHODS if (whole := name.split(",")[0]) in METHODS and whole != name]
+SHOWN = [
+    "PPO .95",
+    "PPO 1",
+    "PPO .9",
+    "BPCO",
+    "PACT",
+    "SAO",
+    "Dr. GRPO",
+    "REINFORCE++",
+    "REINFORCE++, twice",
+]  # on the page
 TINY = ["sums", "chain", "delayed"]
 QUICK = "sums", "REINFORCE++"
 
@@ -219,9 +233,10 @@ def config_of(key: Key, folder: str) -> PPOConfig:
     """Return the run's settings."""
     fields = {**TASKS[key.task].fields, "policy_mode": "bypass", "kl_coef": 0.0, **METHODS[key.method]}
     rate, size = fields["learning_rate"] * key.rate, fields["per_device_train_batch_size"] * fields["num_mini_batches"]
+    of_critic = fields.pop("critic_rate", 3) * rate
     fields["critic_warmup"] = fields.get("critic_warmup", 0) * fields["total_episodes"] // size // 100
     own = {"output_dir": folder, "seed": key.seed, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
-    return PPOConfig(**{**fields, "learning_rate": rate, "critic_learning_rate": 3 * rate, **own})
+    return PPOConfig(**{**fields, "learning_rate": rate, "critic_learning_rate": of_critic, **own})
 
 
 def run(key: Key) -> dict[str, Any]:
@@ -278,11 +293,9 @@ def key_of(line: dict[str, Any]) -> Key:
 
 def chosen_rate(lines: list[dict[str, Any]], task: str, method: str) -> float:
     """Return the rate whose run with seed 0 had the highest mean score in its second half; 1 without such runs."""
-    found = {
-        x["rate"]: sum(x["reward"][PARTS // 2 :])
-        for x in lines
-        if key_of(x)[:3] == (task, LIKE.get(method, method), 0)
-    }
+    whole = LIKE.get(method, method.split(",")[0])
+    chosen = task, LIKE.get(whole, whole), 0
+    found = {x["rate"]: sum(x["reward"][PARTS // 2 :]) for x in lines if key_of(x)[:3] == chosen}
     return max(found, key=lambda rate: (found[rate], rate == 1)) if found else 1.0
 
 
@@ -352,9 +365,9 @@ def short_report(lines: list[dict[str, Any]]) -> str:
     tables = []
     for tasks in (TINY, [x for x in TASKS if x not in TINY]):
         rows = [["method", *(f"{task}, {x}" for task in tasks for x in ("end", "p", "equal compute"))]]
-        for method in METHODS:
+        for method in SHOWN:
             found = [cells.get((task, method)) for task in tasks]
-            if any(found) and not method.startswith(NOT_SHOWN):
+            if any(found):
                 of_task = (x or ["–"] * 8 for x in found)
                 rows.append([method, *(x[column].replace(" ", "") for x in of_task for column in (4, 5, 7))])
         tables.append(table(rows))
@@ -385,10 +398,9 @@ def draw(lines: list[dict[str, Any]]) -> None:
 
     runs = reported(lines)
     figure, grid = pyplot.subplots(2, 4, figsize=(16, 8))
-    *panels, of_heads, legend, rest = list(grid.flat)
-    shown = [method for method in METHODS if not method.startswith(NOT_SHOWN)]
+    *panels, of_heads, legend = list(grid.flat)
     for task, panel in zip(TASKS, panels, strict=True):
-        for color, method in enumerate(shown):
+        for color, method in enumerate(SHOWN):
             if found := runs[task, method]:
                 step = mean(x["operations"] for x in found) / PARTS
                 scores = [mean(x["reward"][part] for x in found) for part in range(PARTS)]
@@ -398,7 +410,6 @@ def draw(lines: list[dict[str, Any]]) -> None:
     names = {label: line for panel in panels for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
     legend.legend(names.values(), names.keys(), loc="center")
     legend.axis("off")
-    rest.axis("off")
     heads = pandas.read_json(HEADS, lines=True).query("start == 'package'")
     heads.pivot_table("error", "rate", "head").plot(ax=of_heads, loglog=True, style="o-")
     of_heads.set(title="heads", xlabel="learning rate, 1e-3", ylabel="mean squared error to V")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hfppo.rollout import Rollout
 
@@ -26,6 +27,7 @@ import lake_game  # noqa: E402
 
 CHAIN_TOKENS, CHAIN_SLIPS = 99, 0.02
 DELAYED_TOKENS = 100
+STEPS, STEP_SLIPS = 12, 0.12
 
 Row = dict[str, str]
 
@@ -37,8 +39,8 @@ class Task:
     fields: dict[str, Any]  # of PPOConfig, the same for all methods
     score: Callable[..., list[float]] | None  # None: the environment gives rewards
     rows: Callable[[], tuple[list[Row], list[Row]]]  # for training and for the evaluation
-    draw: Callable[[Row, random.Random], str] | None = None  # a completion of the base; None: a shipped base
-    base: Path = RECIPE / "base"
+    draw: Callable[[Row, random.Random], str] | None = None  # a completion for `build_base`; None: a base as it is
+    base: Path | None = None  # None: a new Llama of 2 layers
     environment: type | None = None
     exact: Callable[[Rollout, list[str]], tuple[Tensor, Tensor]] | None = None  # V and its mask, (B, T) each
     base_steps: int = 0  # of `build_base`
@@ -144,9 +146,32 @@ def score_sign(completions: list[list[dict[str, str]]], answer: list[str], **kwa
     return [float(found[-1:] == [a]) for found, a in zip(numbers, answer, strict=True)]
 
 
-STEPS = {"num_ppo_epochs": 1, "num_mini_batches": 4, "per_device_eval_batch_size": 512, "total_episodes": 2560}
-SHORT = {**STEPS, "per_device_train_batch_size": 32, "learning_rate": 1e-3, "max_completion_length": 12}
-LONG = {**STEPS, "per_device_train_batch_size": 16}  # 40 rollouts of 64 completions
+def step_rows() -> tuple[list[Row], list[Row]]:
+    """Return a number to count on from, in `STEPS` written steps of the same width."""
+    pairs = [(start, by) for start in range(10, 90) for by in range(2, 10)]
+    random.Random(0).shuffle(pairs)
+    rows = [{"prompt": f"From {a} by {d}:\n", "answer": str(a + STEPS * d)} for a, d in pairs]
+    return rows[96:], rows[:96]
+
+
+def draw_steps(row: Row, rng: random.Random) -> str:
+    """Write a line per step, which gives one too many with probability `STEP_SLIPS`."""
+    total, by = (int(x) for x in re.findall(r"\d+", row["prompt"]))
+    lines = []
+    for _ in range(STEPS):
+        after = total + by + (rng.random() < STEP_SLIPS)
+        lines.append(f"{total}+{by}={after}")
+        total = after
+    return "\n".join(lines) + "<|im_end|>"
+
+
+def score_steps(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+    return [float(c.strip().split("=")[-1] == a) for c, a in zip(completions, answer, strict=True)]
+
+
+ROLLOUTS = {"num_ppo_epochs": 1, "num_mini_batches": 4, "per_device_eval_batch_size": 512, "total_episodes": 2560}
+SHORT = {**ROLLOUTS, "per_device_train_batch_size": 32, "learning_rate": 1e-3, "max_completion_length": 12}
+LONG = {**ROLLOUTS, "per_device_train_batch_size": 16}  # 40 rollouts of 64 completions
 CHAIN = {**LONG, "learning_rate": 1e-3, "max_completion_length": CHAIN_TOKENS}
 DELAYED = {**LONG, "learning_rate": 2e-3, "max_completion_length": DELAYED_TOKENS}
 LAKES = {"num_ppo_epochs": 2, "num_mini_batches": 4, "per_device_eval_batch_size": 256, "total_episodes": 3072}
@@ -155,37 +180,47 @@ LAKES |= {"local_rollout_forward_batch_size": 256}
 SIGNS = {"num_ppo_epochs": 2, "num_mini_batches": 2, "per_device_eval_batch_size": 96, "total_episodes": 960}
 SIGNS |= {"per_device_train_batch_size": 32, "learning_rate": 2e-4, "max_completion_length": 12}
 SIGNS |= {"local_rollout_forward_batch_size": 32}
+LINES = {**SIGNS, "num_ppo_epochs": 1, "num_mini_batches": 4, "per_device_train_batch_size": 8}
+LINES |= {"total_episodes": 480, "max_completion_length": 128}
 
 TASKS = {
-    "sums": Task(SHORT, arithmetic.right_answer, arithmetic_rows),
-    "chain": Task(CHAIN, score_chain, chain_rows, draw_chain, exact_chain, base_steps=700),
-    "delayed": Task(DELAYED, score_delayed, delayed_rows, draw_delayed, exact_delayed, base_steps=1200),
+    "sums": Task(SHORT, arithmetic.right_answer, arithmetic_rows, base=RECIPE / "base"),
+    "chain": Task(CHAIN, score_chain, chain_rows, draw_chain, exact=exact_chain, base_steps=700),
+    "delayed": Task(DELAYED, score_delayed, delayed_rows, draw_delayed, exact=exact_delayed, base_steps=1200),
     "lake": Task(LAKES, None, lake_rows, base=LAKE / "base", environment=lake_game.Lake),
     "signs": Task(SIGNS, score_sign, sign_rows, base=SMOLLM2),
+    "steps": Task(LINES, score_steps, step_rows, draw_steps, base=SMOLLM2, base_steps=60),
 }
 
 
 def build_base(task: Task, folder: Path) -> None:
-    """Train a Llama of 2 layers on the task's sloppy completions."""
+    """Train the task's model, or a new Llama of 2 layers, on the task's sloppy completions."""
     torch.manual_seed(0)
-    rng, tokenizer = random.Random(0), builder.character_tokenizer()
-    model, rows = builder.small_llama(tokenizer, 64, 2), task.rows()[0]
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=task.base_steps)
+    rng, rows = random.Random(0), task.rows()[0]
+    if task.base is None:
+        tokenizer, rate, size = builder.character_tokenizer(), 3e-3, 48
+        model: Any = builder.small_llama(tokenizer, 64, 2)
+    else:
+        tokenizer, rate, size = AutoTokenizer.from_pretrained(task.base, padding_side="right"), 2e-4, 16
+        model = AutoModelForCausalLM.from_pretrained(task.base, dtype="float32")
+    optimizer = torch.optim.AdamW(model.parameters(), rate)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=task.base_steps)
     for _ in range(task.base_steps):
-        chosen = rng.sample(rows, 48)
-        ids = tokenizer([r["prompt"] + task.draw(r, rng) for r in chosen], return_tensors="pt")["input_ids"]
-        labels = ids.clone()
-        labels[:, : len(chosen[0]["prompt"])] = -100
-        output, first = model(input_ids=ids, labels=labels), len(chosen[0]["prompt"])
+        chosen = rng.sample(rows, size)
+        batch = tokenizer([r["prompt"] + task.draw(r, rng) for r in chosen], return_tensors="pt", padding=True)
+        prompts = torch.tensor([len(tokenizer(r["prompt"])["input_ids"]) for r in chosen])
+        place = torch.arange(batch["input_ids"].shape[1]) - prompts[:, None]  # in the completion
+        labels = batch["input_ids"].masked_fill((place < 0) | (batch["attention_mask"] == 0), -100)
+        with torch.autocast("cpu", torch.bfloat16, enabled=task.base is not None):
+            output = model(**batch, labels=labels)
         # The first two tokens count as much as all others: in "delayed" all there is to learn is in them.
-        early = output.logits[:, first - 1 : first + 1].flatten(0, 1), ids[:, first : first + 2].flatten()
-        loss = output.loss + torch.nn.functional.cross_entropy(*early)
+        early = ((place == 0) | (place == 1))[:, 1:]
+        loss = output.loss + torch.nn.functional.cross_entropy(output.logits[:, :-1][early], labels[:, 1:][early])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
-    model.save_pretrained(folder)
+    model.to(torch.float32 if task.base is None else torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
