@@ -49,7 +49,8 @@ async def sleeps(ask):
     await asyncio.sleep(60)
 
 
-# What an agent does, the configuration, and its episode: score, whether the agent failed, limit, calls.
+# What an agent does, the configuration, and its episode: score, whether the agent failed, limit, calls. The limits of
+# those that hang leave the other row its time on a busy machine.
 OUTCOMES = {
     "a number": (lambda ask: (ask(), ask("more"), 0.25)[-1], {}, (0.25, 0, "", 2)),
     "None": (lambda ask: (ask(), None)[-1], {}, (None, 0, "", 1)),
@@ -79,9 +80,9 @@ OUTCOMES = {
         (None, 1, "", 0),
     ),
     "a cut answer": (lambda ask: (ask(max_tokens=1), 0.25)[-1], {}, (0.25, 0, "cut", 1)),
-    "hangs": (lambda ask: (ask(), time.sleep(60)), {"tool_timeout": 0.4}, (0.0, 0, "unfinished", 1)),
-    "hangs before its call": (lambda ask: time.sleep(60), {"tool_timeout": 1.5}, (None, 1, "unfinished", 0)),
-    "hangs in a coroutine": (sleeps, {"tool_timeout": 0.4}, (0.0, 0, "unfinished", 1)),
+    "hangs": (lambda ask: (ask(), time.sleep(60)), {"tool_timeout": 2.0}, (0.0, 0, "unfinished", 1)),
+    "hangs before its call": (lambda ask: time.sleep(60), {"tool_timeout": 5.0}, (None, 1, "unfinished", 0)),
+    "hangs in a coroutine": (sleeps, {"tool_timeout": 2.0}, (0.0, 0, "unfinished", 1)),
 }
 
 
