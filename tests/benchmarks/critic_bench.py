@@ -364,14 +364,19 @@ def short_report(lines: list[dict[str, Any]]) -> str:
     cells = {tuple(x.strip("| ").split(" | ")[:2]): x.strip("| ").split(" | ") for x in report(lines).splitlines()}
     tables = []
     for tasks in (TINY, [x for x in TASKS if x not in TINY]):
-        rows = [["method", *(f"{task}, {x}" for task in tasks for x in ("end", "p", "equal compute"))]]
+        rows = [["method", *(f"{task}, {x}" for task in tasks for x in ("end (p)", "equal compute"))]]
         for method in SHOWN:
             found = [cells.get((task, method)) for task in tasks]
             if any(found):
-                of_task = (x or ["–"] * 8 for x in found)
-                rows.append([method, *(x[column].replace(" ", "") for x in of_task for column in (4, 5, 7))])
+                rows.append([method, *(cell for x in found for cell in short_cells(x or ["–"] * 8))])
         tables.append(table(rows))
     return "\n".join(tables)
+
+
+def short_cells(row: list[str]) -> tuple[str, str]:
+    """Return the end of a row of the report, with its p in brackets, and its score at equal compute."""
+    sampled, p, equal = (row[column].replace(" ", "") for column in (4, 5, 7))
+    return sampled if p == "–" else f"{sampled} ({p})", equal
 
 
 def row_of(task: str, method: str, found: list[dict[str, Any]], budget: float, against: list[float]) -> list[str]:
