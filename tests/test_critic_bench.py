@@ -18,10 +18,9 @@ LINE |= {"reward": [n / 10 for n in range(10)], "after": {"sampled": 0.5, "greed
 def test_values_of_a_scripted_chain():
     on_track = torch.tensor([[True, *[False] * 199]])
     values = tasks.chain_values(on_track, 0.01)
-    assert values[0, :2].tolist() == pytest.approx([0.19633, 0.08918], abs=5e-6)  # CRITIC, section 4
-    assert float(tasks.chain_values(torch.tensor([[True, False]]), 0.9)[0, 1]) == pytest.approx(
-        0.1
-    )  # a step at random
+    assert values[0, :2].tolist() == pytest.approx([0.19633, 0.08918], abs=5e-6)  # by dynamic programming
+    at_random = tasks.chain_values(torch.tensor([[True, False]]), 0.9)
+    assert float(at_random[0, 1]) == pytest.approx(0.1)
 
 
 def test_values_of_a_chain_are_the_mean_scores_of_its_completions():
@@ -35,6 +34,16 @@ def test_values_of_a_chain_are_the_mean_scores_of_its_completions():
 def test_scores_of_the_long_tasks():
     assert tasks.score_chain(["123", "13", "193", "124"], ["123"] * 4) == [1.0, 0.0, 1.0, 0.0]
     assert tasks.score_delayed(["712", "", "172"], ["7"] * 3) == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("slips", [0.0, 1.0])
+def test_written_steps_are_right_without_slips(monkeypatch, slips):
+    monkeypatch.setattr(tasks, "STEP_SLIPS", slips)
+    train, test = tasks.step_rows()
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in test}
+    drawn = [tasks.draw_steps(row, random.Random(0)).removesuffix("<|im_end|>") for row in test]
+    assert {text.count("=") for text in drawn} == {tasks.STEPS}
+    assert set(tasks.score_steps(drawn, [row["answer"] for row in test])) == {1.0 - slips}
 
 
 def test_operations_count_critic_and_passes(tmp_path):
@@ -60,6 +69,7 @@ def test_seed_0_chooses_the_rate_and_is_not_reported():
     lines = [{**LINE, "seed": 0}, {**LINE, "seed": 0, "rate": 2.0, "reward": [1.0] * 10}]
     assert bench.chosen_rate(lines, "sums", "PPO 1") == 2.0
     assert bench.chosen_rate(lines, "sums", "PACT") == 1.0
+    assert [bench.chosen_rate(lines, "sums", part) for part in ("PPO 1, dppo", "PPO, α 0.4")] == [2.0, 2.0]
     found = bench.reported([*lines, LINE, {**LINE, "rate": 2.0}])
     assert [(x["seed"], x["rate"]) for x in found["sums", "PPO 1"]] == [(1, 2.0)]
 
@@ -74,4 +84,4 @@ def test_report_compares_at_equal_compute_and_by_claims():
     worse = [{**x, "method": "PPO .95"} for x in both[:2]]
     assert bench.claims(both + worse).splitlines()[2:] == ["| sums | 0 | PPO 1 − PPO .95 | +0.200 | 0.333 |"]
     both += [{**x, "task": "chain"} for x in both]
-    assert "| PPO 1 | 0.700±0.000 | 0.333 | 0.900±0.000 | 0.700±0.000 | 0.333" in bench.short_report(both)
+    assert "| PPO 1 | 0.700±0.000 (0.333) | 0.900±0.000 | 0.700±0.000 (0.333)" in bench.short_report(both)
