@@ -129,6 +129,8 @@ REQUESTS = {
         {},
         400,
     ),
+    "a text that is no object": ("POST", "responses", {"input": "go", "text": "json"}, {}, 400),
+    "a tool without a schema": ("POST", "messages", {"messages": MESSAGES, "tools": [{"name": "a"}]}, {}, 400),
     "several answers": ("POST", "chat/completions", {"messages": MESSAGES, "n": 2}, {}, 400),
     "a picture": ("POST", "chat/completions", {"messages": PICTURE}, {}, 400),
     "too large": ("POST", "chat/completions", b" " * (2**24 + 1), {}, 413),
